@@ -1,0 +1,51 @@
+"""Replay memory: a reservoir of raw images (Vitter 1985), as in the paper's section 4.2.
+
+Offer each image of the stream once; after n offers every one of them is in the buffer with probability
+capacity/n. It holds uint8 originals, not augmented views. Capacity 0 is an ordinary value:
+the buffer stays empty and nothing that uses it needs an `if`. Needs torch only.
+"""
+
+import torch
+
+
+class ReservoirBuffer:
+    """`images` (n, ...) uint8 and `labels` (n,), n <= capacity, on the device of what was added."""
+
+    def __init__(self, capacity, seed=0):
+        self.capacity, self.seen = capacity, 0
+        self.images = torch.empty(0, dtype=torch.uint8)
+        self.labels = torch.empty(0, dtype=torch.long)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def add(self, images, labels):
+        """Offer every image once, in random order: call it with a task's whole data when the task ends."""
+        n = len(labels)
+        order = torch.randperm(n, generator=self.generator)
+        # The i-th image ever seen goes to a slot drawn from 0..i, and is kept if that slot exists.
+        draws = torch.rand(n, dtype=torch.float64, generator=self.generator)
+        rank = torch.arange(self.seen, self.seen + n)                # (n,) i of each offer
+        slot = (draws * (rank + 1)).long()
+        slot = torch.where(rank < self.capacity, rank, slot)         # the first ones fill the buffer
+        kept = slot < self.capacity
+        chosen = dict(zip(slot[kept].tolist(), order[kept].tolist()))  # a later offer replaces an earlier one
+        self.seen += n
+        size = min(self.seen, self.capacity)
+        slots = torch.tensor(list(chosen), dtype=torch.long, device=labels.device)
+        source = torch.tensor(list(chosen.values()), dtype=torch.long, device=labels.device)
+        for name, new in (("images", images), ("labels", labels)):      # labels last: len(self) is theirs
+            old = getattr(self, name) if len(self) else new[:0]
+            held = torch.cat([old, new.new_empty(size - len(old), *new.shape[1:])])
+            held[slots] = new[source]
+            setattr(self, name, held)
+
+    def state_dict(self):
+        return {"capacity": self.capacity, "seen": self.seen, "images": self.images,
+                "labels": self.labels, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.capacity, self.seen = state["capacity"], state["seen"]
+        self.images, self.labels = state["images"], state["labels"]
+        self.generator.set_state(state["generator"].cpu())
