@@ -1,8 +1,8 @@
 """Replay memory: a reservoir of raw images (Vitter 1985), as in the paper's section 4.2.
 
-Offer each image of the stream once; after n offers every one of them is in the buffer with probability
-capacity/n. It holds uint8 originals, not augmented views. Capacity 0 is an ordinary value:
-the buffer stays empty and nothing that uses it needs an `if`. Needs torch only.
+Offer each image of the stream once; after n offers every one of them is in the buffer with
+probability capacity/n. It holds uint8 originals, not views. Capacity 0 is an ordinary value: the
+buffer stays empty and nothing that uses it needs an `if`. Needs torch only.
 """
 
 import torch
@@ -21,21 +21,22 @@ class ReservoirBuffer:
         return len(self.labels)
 
     def add(self, images, labels):
-        """Offer every image once, in random order: call it with a task's whole data when the task ends."""
+        """Offer all images once, in random order: call it with a task's data when the task ends."""
         n = len(labels)
         order = torch.randperm(n, generator=self.generator)
         # The i-th image ever seen goes to a slot drawn from 0..i, and is kept if that slot exists.
         draws = torch.rand(n, dtype=torch.float64, generator=self.generator)
         rank = torch.arange(self.seen, self.seen + n)                # (n,) i of each offer
         slot = (draws * (rank + 1)).long()
-        slot = torch.where(rank < self.capacity, rank, slot)         # the first ones fill the buffer
+        slot = torch.where(rank < self.capacity, rank, slot)         # the first fill the buffer
         kept = slot < self.capacity
-        chosen = dict(zip(slot[kept].tolist(), order[kept].tolist()))  # a later offer replaces an earlier one
+        # A later offer to a slot replaces an earlier one.
+        chosen = dict(zip(slot[kept].tolist(), order[kept].tolist()))
         self.seen += n
         size = min(self.seen, self.capacity)
         slots = torch.tensor(list(chosen), dtype=torch.long, device=labels.device)
         source = torch.tensor(list(chosen.values()), dtype=torch.long, device=labels.device)
-        for name, new in (("images", images), ("labels", labels)):      # labels last: len(self) is theirs
+        for name, new in (("images", images), ("labels", labels)):    # labels last: len() is theirs
             old = getattr(self, name) if len(self) else new[:0]
             held = torch.cat([old, new.new_empty(size - len(old), *new.shape[1:])])
             held[slots] = new[source]

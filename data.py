@@ -1,9 +1,9 @@
-"""Data: the sequential datasets as uint8 tensors, their split into tasks, and the random views of a batch.
+"""Data: the datasets as uint8 tensors, their split into tasks, and the random views of a batch.
 
-`load` returns every image of a dataset as one uint8 tensor, to be kept on the training device. `augment`
-makes one random view of each image of a batch with a handful of tensor operations: every view draws its
-own crop, flip and colours, yet no image is touched one by one. `save` and `read` are the only way
-this project writes and reads tensor files. Needs torch, and torchvision for everything but `shapes`.
+`load` returns all images of a dataset as uint8 tensors, to be kept on the training device;
+`augment` makes one random view of each image of a batch with a handful of tensor operations: every
+view draws its own crop, flip and colours, yet no image is touched one by one. `save` and `read` are
+how this project writes and reads tensor files. Needs torch, and torchvision for all but `shapes`.
 """
 
 import hashlib
@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-# crop: area range of the random crop; blur: probability of Gaussian blur. Mean and std are those of the training
-# images (for a folder they are measured when it is loaded).
+# crop: area of the random crop; blur: probability of Gaussian blur; mean, std: of the training
+# images (of a folder they are measured when it is loaded).
 DATASETS = {
     "shapes": dict(classes=10, tasks=5, size=32, crop=(0.6, 1.0), blur=0.0,
-                   mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+                   mean=(0.50, 0.50, 0.50), std=(0.29, 0.30, 0.29)),
     "cifar10": dict(classes=10, tasks=5, size=32, crop=(0.2, 1.0), blur=0.0,
                     mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)),
     "cifar100": dict(classes=100, tasks=5, size=32, crop=(0.2, 1.0), blur=0.0,
                      mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)),
     "tinyimagenet": dict(classes=200, tasks=10, size=64, crop=(0.1, 1.0), blur=0.5,
                          mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821)),
-    "folder": dict(classes=None, tasks=None, size=32, crop=(0.2, 1.0), blur=0.0, mean=None, std=None),
+    "folder": dict(classes=None, tasks=None, size=32, crop=(0.2, 1.0), blur=0.0,
+                   mean=None, std=None),
 }
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"
@@ -35,36 +37,36 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", "
 
 
 class Problem(Exception):
-    """Something the user can mend: the message says what is wrong, with the value, and what to do."""
+    """What the user can mend: the message says what is wrong, with the value, and what to do."""
 
 
 class Data(NamedTuple):
-    train_images: torch.Tensor      # (n, 3, H, W) uint8
+    train_images: torch.Tensor      # (n, 3, S, S) uint8
     train_labels: torch.Tensor      # (n,) int64, 0..K-1
     test_images: torch.Tensor
     test_labels: torch.Tensor
     val_images: torch.Tensor        # held out of the training images by val_fraction, else empty
     val_labels: torch.Tensor
-    tasks: list                     # T lists of class numbers, consecutive blocks in natural order
-    views: dict                     # keyword arguments of `augment`: mean, std, crop, blur
+    tasks: list                     # T lists of class numbers: consecutive blocks, natural order
+    views: dict                     # keyword arguments for `augment`: mean, std, crop, blur
 
 
-# ---------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------ loading
 
-def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None, val_fraction=0.0, seed=0):
-    """Load a dataset of the table above from `root` (CIFAR and Tiny-ImageNet are downloaded if missing).
+def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None, val_fraction=0.0,
+         seed=0):
+    """Load a dataset of the table above from `root`; CIFAR and Tiny-ImageNet are downloaded there.
 
-    `image_size` resizes once, here. `val_fraction` of every class, drawn by `seed`, goes to the validation part; then
-    `limit_per_class` keeps the first so many training images of each class.
+    `image_size` resizes once, here. `val_fraction` of every class, drawn by `seed`, becomes the
+    validation part; then `limit_per_class` keeps the first so many training images of each class.
     """
     table, root = DATASETS[name], Path(root).expanduser()
-    size = image_size or table["size"]
-    train, train_y, test, test_y, names = LOADERS[name](root, size)
+    train, train_y, test, test_y, names = LOADERS[name](root, image_size or table["size"])
     tasks = split_tasks(len(names), tasks or table["tasks"])
     for part, labels in (("training", train_y), ("test", test_y)):
         counts = torch.bincount(labels, minlength=len(names))
         if (counts == 0).any():
-            raise Problem(f"{name}: class {names[int(counts.argmin())]!r} has no {part} images in {root}")
+            raise Problem(f"class {names[int(counts.argmin())]!r} has no {part} images in {root}")
 
     generator = torch.Generator().manual_seed(seed)
     held, kept = [], []
@@ -72,33 +74,35 @@ def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None
         index = (train_y == k).nonzero().squeeze(1)
         mixed = index[torch.randperm(len(index), generator=generator)]
         n_val = round(len(index) * val_fraction)
+        if n_val == len(index) or val_fraction and n_val == 0:
+            raise Problem(f"class {names[k]!r} has {len(index)} training images, too few for "
+                          f"--val-fraction {val_fraction}")
         held.append(mixed[:n_val].sort().values)
         kept.append(mixed[n_val:].sort().values[:limit_per_class])
-        if len(kept[-1]) == 0 or (val_fraction and n_val == 0):
-            raise Problem(f"{name}: class {names[k]!r} has {len(index)} training images, too few for a validation fraction of {val_fraction}")
     held, kept = torch.cat(held), torch.cat(kept)
     views = {key: table[key] for key in ("mean", "std", "crop", "blur")}
     if views["mean"] is None:
-        pixels = train[kept].float().transpose(0, 1).flatten(1) / 255       # (3, n*H*W)
-        views.update(mean=tuple(pixels.mean(1).tolist()), std=tuple(pixels.std(1).clamp(min=1e-3).tolist()))
+        pixels = train[kept].transpose(0, 1).flatten(1).float() / 255           # (3, n*S*S)
+        views["mean"] = tuple(pixels.mean(1).tolist())
+        views["std"] = tuple(pixels.std(1).clamp(min=1e-3).tolist())
     return Data(train[kept], train_y[kept], test, test_y, train[held], train_y[held], tasks, views)
 
 
 def split_tasks(num_classes, num_tasks):
     """Classes 0..K-1 in T consecutive blocks of equal size."""
     if num_tasks is None:
-        raise Problem(f"--tasks is needed: how many tasks shall the {num_classes} classes be split into?")
+        raise Problem(f"--tasks is needed: into how many tasks shall the {num_classes} classes go?")
     if num_classes % num_tasks:
-        raise Problem(f"--tasks {num_tasks} does not divide the {num_classes} classes into tasks of equal size")
+        raise Problem(f"--tasks {num_tasks} does not divide the {num_classes} classes equally")
     block = num_classes // num_tasks
     return [list(range(t * block, (t + 1) * block)) for t in range(num_tasks)]
 
 
 def resize(images, size):
-    """(n, 3, H, W) uint8 -> (n, 3, size, size) uint8, antialiased, a thousand at a time."""
+    """(n, 3, H, W) uint8 -> (n, 3, size, size) uint8, antialiased, a thousand images at a time."""
     if images.shape[-2:] == (size, size):
         return images
-    parts = [torch.nn.functional.interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True)
+    parts = [F.interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True)
              .round_().clamp_(0, 255).byte() for part in images.split(1000)]
     return torch.cat(parts)
 
@@ -112,32 +116,35 @@ def load_cifar(root, size, variant):
             part = getattr(torchvision.datasets, variant)(root, train=train, download=True)
             images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
             parts += [resize(images, size), torch.tensor(part.targets)]
-    except (OSError, RuntimeError) as error:            # URLError is an OSError; a damaged file is a RuntimeError
-        if not existed and root.is_dir() and not any(root.iterdir()):
-            root.rmdir()
-        raise Problem(f"{variant} is not complete in {root} and could not be downloaded ({error}); get the python version from "
-                      "https://www.cs.toronto.edu/~kriz/cifar.html and put the archive there") from None
+    except (OSError, RuntimeError) as error:        # no network is an OSError; a bad md5 the other
+        remove_if_empty(root, existed)
+        raise Problem(f"{variant} is not complete in {root} and could not be downloaded ({error}); "
+                      "see https://www.cs.toronto.edu/~kriz/cifar.html") from None
     return (*parts, part.classes)
 
 
+def remove_if_empty(root, existed):
+    """A failed download leaves no folder that was not there before."""
+    if not existed and root.is_dir() and not any(root.iterdir()):
+        root.rmdir()
+
+
 def load_tiny_imagenet(root, size):
-    """The official folder tiny-imagenet-200, or its zip beside it, or a download of that zip, below `root`."""
+    """The official folder tiny-imagenet-200 in `root`, or its zip there, or a download of that."""
     folder, archive = root / "tiny-imagenet-200", root / "tiny-imagenet-200.zip"
-    source = f"it comes from {TINY_URL}"
+    source, existed = f"it comes from {TINY_URL}", root.exists()
     if not folder.is_dir():
         from torchvision.datasets.utils import check_integrity, download_url
-        existed = root.exists()
         try:
             if not archive.exists():
                 download_url(TINY_URL, root, archive.name, TINY_MD5)
             if not check_integrity(archive, TINY_MD5):
-                raise Problem(f"{archive} is damaged (its md5 is not {TINY_MD5}): delete it; {source}")
-            with zipfile.ZipFile(archive) as file:      # members are confined to root by zipfile itself
+                raise Problem(f"{archive} is damaged (md5 should be {TINY_MD5}); {source}")
+            with zipfile.ZipFile(archive) as file:  # which keeps all members inside root
                 file.extractall(root)
         except (OSError, RuntimeError) as error:
-            if not existed and root.is_dir() and not any(root.iterdir()):
-                root.rmdir()
-            raise Problem(f"{folder} is missing and could not be downloaded ({error}); {source}") from None
+            remove_if_empty(root, existed)
+            raise Problem(f"{folder} is missing, no download ({error}); {source}") from None
 
     def lines(path):
         if not path.is_file():
@@ -149,9 +156,9 @@ def load_tiny_imagenet(root, size):
     train, test = [], []
     for k, wnid in enumerate(names):
         images = folder / "train" / wnid / "images"
-        found = sorted(p for p in images.glob("*") if p.suffix.lower() in SUFFIXES) if images.is_dir() else []
-        boxes = images.parent / f"{wnid}_boxes.txt"     # lists the images that a complete class has
-        listed = [images / line.split()[0] for line in lines(boxes)] if boxes.is_file() else found
+        found = sorted(path for path in images.glob("*") if path.suffix.lower() in SUFFIXES)
+        boxes = images.parent / f"{wnid}_boxes.txt"     # lists the images of a complete class
+        listed = [images / line.split()[0] for line in lines(boxes)] if boxes.is_file() else []
         missing = sorted(set(listed) - set(found)) or ([] if found else [images])
         if missing:
             raise Problem(f"{missing[0]} is missing: Tiny-ImageNet is incomplete; {source}")
@@ -160,121 +167,123 @@ def load_tiny_imagenet(root, size):
         file, wnid = line.split("\t")[:2]
         path = folder / "val" / "images" / file
         if wnid not in number or not path.is_file():
-            raise Problem(f"{path} ({wnid}), listed in val_annotations.txt, is missing or of no class in wnids.txt; {source}")
+            raise Problem(f"{path} ({wnid}), of val_annotations.txt, is missing or of no class in "
+                          f"wnids.txt; {source}")
         test.append((path, number[wnid]))
     return (*decode(train, test, size, folder), names)
 
 
 def load_folder(root, size):
-    """Anyone's images: root/train/<class>/... and root/test/<class>/... (or val/), classes in sorted order."""
-    train_dir = root / "train"
-    test_dir = next((root / part for part in ("test", "val") if (root / part).is_dir()), None)
-    if not train_dir.is_dir() or test_dir is None:
-        raise Problem(f"--data-dir {root} must hold train/<class>/ and test/<class>/ (or val/<class>/) with images")
-    names = [sorted(p.name for p in part.iterdir() if p.is_dir()) for part in (train_dir, test_dir)]
-    if names[0] != names[1]:
-        odd = sorted(set(names[0]) ^ set(names[1]))[0]
-        raise Problem(f"class {odd!r} is in only one of {train_dir} and {test_dir}: both must have the same classes")
-    if len(names[0]) < 2:
-        raise Problem(f"{train_dir} has {len(names[0])} class folders, at least 2 are needed")
-    files = [[(path, k) for k, name in enumerate(names[0]) for path in sorted((part / name).rglob("*"))
-              if path.suffix.lower() in SUFFIXES and path.is_file()] for part in (train_dir, test_dir)]
-    return (*decode(*files, size, root), names[0])
+    """Anyone's images: root/train/<class>/ and root/test/<class>/ (or val/), sorted classes."""
+    train = root / "train"
+    test = next((root / part for part in ("test", "val") if (root / part).is_dir()), None)
+    if not train.is_dir() or test is None:
+        raise Problem(f"--data-dir {root} must hold train/<class>/ and test/<class>/ (or val/)")
+    names, others = (sorted(path.name for path in part.iterdir() if path.is_dir())
+                     for part in (train, test))
+    if names != others:
+        odd = sorted(set(names) ^ set(others))[0]
+        raise Problem(f"class {odd!r} is in only one of {train} and {test}: both need all classes")
+    if len(names) < 2:
+        raise Problem(f"{train} has {len(names)} class folders, at least 2 are needed")
+    files = [[(path, k) for k, name in enumerate(names) for path in sorted((part / name).rglob("*"))
+              if path.suffix.lower() in SUFFIXES and path.is_file()] for part in (train, test)]
+    return (*decode(*files, size, root), names)
 
 
 def decode(train, test, size, folder):
-    """Decode two lists of (path, label) to square uint8 tensors, once: the result is cached in `folder`.
+    """Decode two lists of (path, label) to square uint8 tensors, once: they are cached in `folder`.
 
-    The cache knows the name, size, time and label of every file, and is made anew when any of them changes.
+    The cache knows name, size, time and label of every file; when any differs, it is made anew.
     """
-    from PIL import Image
     cache, digest = folder / f".fnc2-{size}.pt", hashlib.sha256()
     for path, label in train + test:
         stat = path.stat()
-        digest.update(f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns} {label}\n".encode())
+        line = f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns} {label}\n"
+        digest.update(line.encode())
     fingerprint = f"{digest.hexdigest()} {len(train)}"
     labels = [torch.tensor([label for _, label in part]) for part in (train, test)]
     try:
-        state = read(cache)
-        if state.get("fingerprint") == fingerprint:
-            return state["train"], labels[0], state["test"], labels[1]
+        state = read(cache, keys=("fingerprint", "train", "test"))
     except Problem:
-        pass                                                    # absent or unreadable: decode again
-
-    def pixels(path):
+        state = {"fingerprint": None}                           # absent or damaged
+    if state["fingerprint"] != fingerprint:
+        state = {"fingerprint": fingerprint}
+        for name, part in (("train", train), ("test", test)):
+            state[name] = torch.empty(len(part), 3, size, size, dtype=torch.uint8)
+            for i, (path, _) in enumerate(part):
+                state[name][i] = decode_image(path, size)
         try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except Exception as error:                              # PIL raises almost anything on a damaged file
-            raise Problem(f"{path} cannot be read as an image ({error}): mend or delete it") from None
-        scale = size / min(image.size)                          # shorter side to `size`, then the centre square
-        image = image.resize([max(size, round(side * scale)) for side in image.size], Image.Resampling.BILINEAR)
-        left, top = (image.width - size) // 2, (image.height - size) // 2
-        image = image.crop((left, top, left + size, top + size))
-        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
-
-    state = {"fingerprint": fingerprint}
-    for name, part in (("train", train), ("test", test)):
-        state[name] = torch.empty(len(part), 3, size, size, dtype=torch.uint8)
-        for i, (path, _) in enumerate(part):
-            state[name][i] = pixels(path)
-    try:
-        save(cache, state)
-    except OSError as error:
-        print(f"note: the decoded images could not be cached ({error})")
+            save(cache, state)
+        except OSError as error:
+            print(f"note: the decoded images could not be cached ({error})")
     return state["train"], labels[0], state["test"], labels[1]
 
 
-# ---------------------------------------------------------------------------- drawn shapes
+def decode_image(path, size):
+    """One image file -> (3, size, size) uint8: shorter side to `size`, then the centre square."""
+    from PIL import Image                                       # comes with torchvision
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except Exception as error:                                  # PIL raises almost anything
+        raise Problem(f"{path} cannot be read as an image ({error}): mend or delete it") from None
+    scale = size / min(image.size)
+    sides = [max(size, round(side * scale)) for side in image.size]
+    image = image.resize(sides, Image.Resampling.BILINEAR)
+    left, top = (sides[0] - size) // 2, (sides[1] - size) // 2
+    pixels = bytearray(image.crop((left, top, left + size, top + size)).tobytes())
+    return torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+
+
+# ------------------------------------------------------------------------ drawn shapes
+
+# Signed distances, positive inside, in units of the radius; r and box: norm and max-norm of (x, y).
+SHAPES = {
+    "disc": lambda x, y, r, box: 0.85 - r,
+    "cross": lambda x, y, r, box: torch.minimum(0.25 - torch.minimum(x.abs(), y.abs()), 0.95 - box),
+    "square": lambda x, y, r, box: 0.75 - box,
+    "star": lambda x, y, r, box: 0.62 + 0.33 * torch.cos(5 * torch.atan2(y, x)) - r,
+    "ring": lambda x, y, r, box: 0.22 - (r - 0.72).abs(),
+    "bar": lambda x, y, r, box: torch.minimum(0.3 - y.abs(), 1 - x.abs()),
+    "triangle": lambda x, y, r, box: 0.5 - torch.maximum(-y, 0.866 * x.abs() + 0.5 * y),
+    "dumbbell": lambda x, y, r, box: 0.4 - torch.hypot(x.abs() - 0.55, y),
+    "crescent": lambda x, y, r, box: torch.minimum(0.95 - r, torch.hypot(x - 0.45, y) - 0.7),
+    "frame": lambda x, y, r, box: 0.2 - (box - 0.62).abs(),
+}
+
 
 def load_shapes(root, size):
-    """Ten classes of drawn shapes, 500 training and 200 test images each, from fixed seeds: no files needed."""
+    """Ten classes of drawn shapes, 500 training and 200 test images each, of different seeds."""
     parts = []
     for seed, count in ((0, 500), (1, 200)):
         labels = torch.arange(10).repeat_interleave(count)
         parts += [resize(draw_shapes(labels, seed), size), labels]
-    return (*parts, ["disc", "square", "triangle", "star", "ring", "cross", "crescent", "bar", "dumbbell", "frame"])
+    return (*parts, list(SHAPES))
 
 
 def draw_shapes(labels, seed, size=32):
-    """One (n, 3, size, size) uint8 image per label, of random place, size, rotation, colours, background and noise.
-
-    Each shape is the set where its signed distance (positive inside) is above 0, blended over one pixel.
-    """
+    """A (n, 3, size, size) uint8 image for each label: a shape of random place, size, rotation and
+    colour on a shaded ground of random colour, with noise; its edge is blended over one pixel."""
     g, n = torch.Generator().manual_seed(seed), len(labels)
-    u = torch.rand(n, 12, 1, 1, generator=g).unbind(1)                       # 12 numbers (n, 1, 1) an image
-    axis = (torch.arange(size) + 0.5) / size * 2 - 1                         # pixel centres in -1..1
-    radius = 0.45 + 0.25 * u[0]
-    x = axis - (1 - radius) * (2 * u[1] - 1)                                 # (n, 1, size)
-    y = axis[:, None] - (1 - radius) * (2 * u[2] - 1)                        # (n, size, 1)
-    angle = 2 * math.pi * u[3]
-    x, y = (x * angle.cos() - y * angle.sin()) / radius, (x * angle.sin() + y * angle.cos()) / radius
-    r, theta = (x * x + y * y).sqrt(), torch.atan2(y, x)                     # (n, size, size)
-    box = torch.maximum(x.abs(), y.abs())
-    distance = [
-        lambda: 0.85 - r,                                                    # disc
-        lambda: 0.75 - box,                                                  # square
-        lambda: 0.5 - torch.stack([-y, 0.866 * x + 0.5 * y, -0.866 * x + 0.5 * y]).amax(0),   # triangle
-        lambda: 0.62 + 0.33 * torch.cos(5 * theta) - r,                      # star
-        lambda: 0.22 - (r - 0.72).abs(),                                     # ring
-        lambda: torch.maximum(torch.minimum(0.25 - x.abs(), 0.95 - y.abs()),
-                              torch.minimum(0.25 - y.abs(), 0.95 - x.abs())),                # cross
-        lambda: torch.minimum(0.95 - r, ((x - 0.45) ** 2 + y * y).sqrt() - 0.7),             # crescent
-        lambda: torch.minimum(0.3 - y.abs(), 1 - x.abs()),                   # bar
-        lambda: 0.4 - ((x.abs() - 0.55) ** 2 + y * y).sqrt(),                # dumbbell
-        lambda: 0.2 - (box - 0.62).abs(),                                    # frame
-    ]
-    inside = torch.empty_like(r)
-    for k, signed in enumerate(distance):
-        inside = torch.where((labels == k)[:, None, None], signed(), inside)
-    mask = (inside * radius * size / 2 + 0.5).clamp(0, 1)[:, None]           # (n, 1, size, size)
+    u = torch.rand(n, 5, 1, 1, generator=g).unbind(1)                       # five of (n, 1, 1)
+    axis = (torch.arange(size) + 0.5) / size * 2 - 1                        # pixel centres, -1..1
+    radius, angle, slope = 0.5 + 0.25 * u[0], 2 * math.pi * u[3], 2 * math.pi * u[4]
+    x = (axis - (1 - radius) * (2 * u[1] - 1)) / radius                     # (n, 1, size)
+    y = (axis[:, None] - (1 - radius) * (2 * u[2] - 1)) / radius            # (n, size, 1)
+    x, y = x * angle.cos() - y * angle.sin(), x * angle.sin() + y * angle.cos()
+    inside = torch.empty(n, size, size)
+    for k, signed_distance in enumerate(SHAPES.values()):
+        a, b = x[labels == k], y[labels == k]
+        box = torch.maximum(a.abs(), b.abs())
+        inside[labels == k] = signed_distance(a, b, torch.hypot(a, b), box)
+    mask = (inside * radius * size / 2 + 0.5).clamp(0, 1)[:, None]          # (n, 1, size, size)
 
-    ground, figure, shade = torch.rand(3, n, 3, 1, 1, generator=g)           # colours (n, 3, 1, 1)
-    luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
-    gap = ((figure - ground) * luma).sum(1, keepdim=True)                    # figure and ground differ in brightness
-    figure = figure + torch.where(gap < 0, -1, 1) * (0.3 - gap.abs()).clamp(min=0)
-    ramp = (axis * (2 * math.pi * u[4]).cos() + axis[:, None] * (2 * math.pi * u[4]).sin())[:, None]
-    ground = ground + 0.25 * (shade - 0.5) * ramp                            # a background that is not flat
+    ground, figure, shade = torch.rand(3, n, 3, 1, 1, generator=g)          # colours (n, 3, 1, 1)
+    gap = luminance(figure) - luminance(ground)                             # at least 0.35
+    figure = figure + torch.where(gap < 0, -1, 1) * (0.35 - gap.abs()).clamp(min=0)
+    ramp = (axis * slope.cos() + axis[:, None] * slope.sin())[:, None]      # (n, 1, size, size)
+    ground = ground + 0.25 * (shade - 0.5) * ramp
     image = ground + (figure - ground) * mask
     image = image + 0.05 * torch.randn(image.shape, generator=g)
     return (image.clamp(0, 1) * 255).round().byte()
@@ -289,72 +298,72 @@ LOADERS = {
 }
 
 
-# ---------------------------------------------------------------------------- views
+# ------------------------------------------------------------------------ views
 
 def normalise(images, mean, std):
-    """(B, 3, H, W) uint8, or float in 0..1, -> normalised float32, channels_last: the view that is evaluated."""
+    """(B, 3, S, S) uint8, or float in 0..1 -> normalised float32 in channels_last."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     mean, std = (torch.as_tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
     return ((x - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
 def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jitter=0.8, grey=0.2):
-    """One random view of each image: (B, 3, S, S) uint8 -> (B, 3, S, S) float32, normalised, channels_last.
+    """One random view of each image: (B, 3, S, S) uint8 -> (B, 3, S, S) normalised float32.
 
-    Random resized crop, horizontal flip, colour jitter (0.4, 0.4, 0.4, 0.1) with probability `jitter`, greyscale
-    with `grey`, Gaussian blur with `blur`. Every view has its own parameters; only the order of the four colour
-    changes is drawn once per call. The CPU generator draws for all devices: the same views everywhere.
+    Random resized crop, horizontal flip, colour jitter (0.4, 0.4, 0.4, 0.1) with probability
+    `jitter`, greyscale with `grey`, Gaussian blur with `blur`. Every view draws its own parameters;
+    only the order of the four colour changes is drawn once a batch. The generator is the CPU's on
+    every device, so that all devices see the same views.
     """
     B, size = len(images), images.shape[-1]
     u = torch.rand(B, 31, generator=generator)
     order = torch.randperm(4, generator=generator).tolist()
     if images.is_cuda:
-        u = u.pin_memory()                                      # so that the copy waits for nothing
+        u = u.pin_memory()                          # so that the copy waits for nothing
     u = u.to(images.device, non_blocking=True)
     x = random_crop_flip(images, u[:, :23], crop)
-    jittered = (u[:, 23] < jitter).float()[:, None]
-    x = jitter_colours(x, (2 * u[:, 24:28] - 1) * jittered, order)      # (B, 4) in -1..1; 0 changes nothing
+    if jitter:
+        shift = (2 * u[:, 24:28] - 1) * (u[:, 23:24] < jitter)          # (B, 4); 0 changes nothing
+        x = jitter_colours(x, shift, order)
     if grey:
         x = torch.where((u[:, 28] < grey).view(B, 1, 1, 1), luminance(x), x)
     if blur:
         sigma = torch.where(u[:, 29] < blur, 0.1 + 1.9 * u[:, 30], 1e-3).view(B, 1, 1)
-        distance = torch.arange(size, device=x.device, dtype=x.dtype)
-        distance = distance[:, None] - distance                 # (S, S)
-        kernel = torch.exp(-0.5 * (distance / sigma) ** 2)      # (B, S, S)
-        kernel = (kernel / kernel.sum(2, keepdim=True))[:, None]
-        x = kernel @ x @ kernel.transpose(2, 3)                 # rows, then columns
+        pixel = torch.arange(size, device=x.device, dtype=x.dtype)
+        kernel = torch.exp(-0.5 * ((pixel[:, None] - pixel) / sigma) ** 2)      # (B, S, S)
+        kernel = (kernel / kernel.sum(2, keepdim=True))[:, None]        # no blur: the identity
+        x = kernel @ x @ kernel.transpose(2, 3)                         # columns, then rows
     return normalise(x, mean, std)
 
 
 def crop_boxes(u, size, area, ratio=(3 / 4, 4 / 3)):
-    """torchvision's RandomResizedCrop, batched: u (B, 22) uniform -> top, left, height, width, each (B,).
+    """torchvision's RandomResizedCrop, batched: u (B, 22) in 0..1 -> top, left, height, width (B,).
 
-    Ten tries at an area and an aspect ratio; the first box that fits counts, the whole image if none does.
+    Ten tries at an area and an aspect ratio; the first box that fits, or else the whole image.
     """
     pixels = size * size * (area[0] + (area[1] - area[0]) * u[:, :10])          # (B, 10)
     aspect = torch.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * u[:, 10:20])
     width, height = (pixels * aspect).sqrt().round(), (pixels / aspect).sqrt().round()
     fits = (width > 0) & (width <= size) & (height > 0) & (height <= size)
     first = fits.float().argmax(1, keepdim=True)                                # (B, 1)
-    fits = fits.any(1)
-    width = torch.where(fits, width.gather(1, first).squeeze(1), size)
-    height = torch.where(fits, height.gather(1, first).squeeze(1), size)
+    width, height = (torch.where(fits.any(1), side.gather(1, first).squeeze(1), size)
+                     for side in (width, height))                               # (B,)
     top, left = (u[:, 20] * (size - height + 1)).floor(), (u[:, 21] * (size - width + 1)).floor()
     return top, left, height, width
 
 
 def random_crop_flip(images, u, area):
-    """Crop, resize back and flip (B, 3, S, S) uint8 -> float32 in 0..1, as two matrix products an image.
+    """Crop, resize back and flip: (B, 3, S, S) uint8 -> float32 in 0..1, two matrix products each.
 
-    Bilinear interpolation along an axis is linear: row x of its (S, S) matrix holds the two weights of output x.
+    Bilinear interpolation is linear: row i of an (S, S) matrix holds the two weights of output i.
     """
     size = images.shape[-1]
     top, left, height, width = (v[:, None] for v in crop_boxes(u, size, area))  # (B, 1)
     pixel = torch.arange(size, device=images.device, dtype=torch.float32)       # (S,)
 
-    def weights(start, length, position):                                       # -> (B, S out, S in)
+    def weights(start, length, position):                                       # (B, S out, S in)
         source = start + (position + 0.5) * length / size - 0.5
-        source = torch.minimum(torch.maximum(source, start), start + length - 1)    # edge pixels repeat
+        source = torch.minimum(torch.maximum(source, start), start + length - 1)
         return (1 - (source[:, :, None] - pixel).abs()).clamp(min=0)
 
     flipped = torch.where(u[:, 22:23] < 0.5, size - 1 - pixel, pixel)           # (B, S)
@@ -368,15 +377,15 @@ def luminance(x):
 
 
 def jitter_colours(x, shift, order):
-    """Brightness, contrast, saturation (+-40 %) and hue (+-0.1 turn) of (B, 3, H, W) in 0..1, in `order`.
+    """Brightness, contrast, saturation (+-40 %) and hue (+-0.1 turn) of (B, 3, H, W), in `order`.
 
-    shift (B, 4) in -1..1. As in torchvision the first three blend with black, with the image's mean grey, and
-    with its greyscale.
+    shift (B, 4) in -1..1. As in torchvision the first three blend with black, with the image's mean
+    grey and with its greyscale.
     """
-    brightness, contrast, saturation, hue = shift.view(-1, 4, 1, 1, 1).unbind(1)       # each (B, 1, 1, 1)
+    brightness, contrast, saturation, hue = shift.view(-1, 4, 1, 1, 1).unbind(1)  # (B, 1, 1, 1)
     changes = [
         lambda x: (x * (1 + 0.4 * brightness)).clamp(0, 1),
-        lambda x: torch.lerp(luminance(x).mean((2, 3), keepdim=True), x, 1 + 0.4 * contrast).clamp(0, 1),
+        lambda x: torch.lerp(luminance(x).mean((2, 3), True), x, 1 + 0.4 * contrast).clamp(0, 1),
         lambda x: torch.lerp(luminance(x), x, 1 + 0.4 * saturation).clamp(0, 1),
         lambda x: turn_hue(x, 0.1 * hue),
     ]
@@ -386,29 +395,29 @@ def jitter_colours(x, shift, order):
 
 
 def turn_hue(x, turn):
-    """Turn the hue of (B, 3, H, W) by (B, 1, 1, 1) of a full circle, at the same HSV saturation and value."""
+    """Turn the hue of (B, 3, H, W) by (B, 1, 1, 1) of a circle, same saturation and value."""
     red, green, blue = x.unbind(1)
     value = x.amax(1)
     chroma = value - x.amin(1)
     safe = torch.where(chroma > 0, chroma, 1)
-    hue = torch.where(value == red, (green - blue) / safe,
-                      torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe))   # -1..5
-    k = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1) + (hue[:, None] + 6 * turn)    # 5, 3, 1: red, green, blue
-    k = k.remainder(6)
+    hue = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    hue = torch.where(value == red, (green - blue) / safe, hue)             # (B, H, W) in -1..5
+    k = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)               # 5, 3, 1: R, G, B
+    k = (k + hue[:, None] + 6 * turn).remainder(6)                          # (B, 3, H, W)
     return value[:, None] - chroma[:, None] * torch.minimum(k, 4 - k).clamp(0, 1)
 
 
-# ---------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------ files
 
 def save(path, state):
-    """Write a file of tensors and plain values so that a reader never sees half of it, whatever happens here."""
+    """Write tensors and plain values so that a reader never sees half a file, whatever happens."""
     content = io.BytesIO()
     torch.save(state, content)
     write(path, content.getbuffer())
 
 
 def write(path, content):
-    """Write bytes to a temporary file, flush it to disk, then rename it over `path`."""
+    """Write bytes to a temporary file, flush it to the disk, then rename it to `path`."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -422,15 +431,18 @@ def write(path, content):
         raise
 
 
-def read(path, device="cpu"):
-    """Read a file that `save` wrote; nothing in it can run code. Anything else is a Problem that names the file."""
+def read(path, device="cpu", keys=()):
+    """Read a file of `save` with at least these keys; nothing in a file can run code.
+
+    Whatever is no such file is a Problem that names it.
+    """
     if not Path(path).is_file():
         raise Problem(f"{path} does not exist")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:          # a foreign file can make the reader fail in any way
-        reason = "it is empty" if os.path.getsize(path) == 0 else str(error).strip().splitlines()[0][:120]
-        raise Problem(f"{path} is not a checkpoint of this program, or is damaged ({reason})") from None
-    if not isinstance(state, dict):
-        raise Problem(f"{path} is not a checkpoint of this program")
+    except Exception as error:                      # a foreign file can fail in any way
+        reason = str(error).strip().split("\n")[0][:100] if os.path.getsize(path) else "it is empty"
+        raise Problem(f"{path} is not a checkpoint of this program, or damaged: {reason}") from None
+    if not isinstance(state, dict) or not all(key in state for key in keys):
+        raise Problem(f"{path} is not a checkpoint of this program: it lacks {', '.join(keys)}")
     return state

@@ -1,19 +1,20 @@
-"""Stage 2, the evaluation of a run of train.py, after every task t:
+"""Stage 2: evaluate a run of train.py. After every task t:
 
-  1. Freeze the encoder of task<t>.pt and extract the features of the training images at hand, once per
-     view: the images D_t of task t, and the old images of the buffer that task t was trained with. With
-     buffer 0 the classifier alone gets --probe-samples old images (the encoder never saw them again).
-  2. Train a linear classifier on these features for --epochs, every class drawn equally often; last epoch.
-  3. A[t, i] = accuracy on the test images of each task i <= t. Class-IL: over all classes seen so far.
-     Task-IL: over the classes of task i only, by the same classifier.
-Beside it, a readout that needs no image and no training: the nearest prototype, argmax_k z.p_k.
+  1. Freeze the encoder of task<t>.pt and extract, once per view, the features of the training
+     images at hand: those of task t and the old ones in the buffer that task t trained with. With
+     buffer 0 the classifier alone gets --probe-samples old images: the encoder never saw them.
+  2. Train a linear classifier on them, every class drawn equally often; the last epoch counts.
+  3. A[t, i] = accuracy on the test images of task i <= t. Class-IL: among all classes seen so far.
+     Task-IL: among the classes of task i, by the same classifier.
+Beside it, a readout that needs neither images nor training: the nearest prototype, argmax_k z.p_k.
 
-    python eval.py                                  # the newest run under runs/
-    python eval.py runs/a runs/b runs/c             # a line each, then mean +- std over the runs
-    python eval.py runs/a --plot figures            # heat-map, accuracy over tasks, embeddings (needs matplotlib)
+    python eval.py                            # the newest run under runs/
+    python eval.py runs/a runs/b runs/c       # a line each, then mean +- std over the runs
+    python eval.py runs/a --plot figures      # heat-map, accuracy over tasks, embeddings
 """
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -28,62 +29,67 @@ from buffer import ReservoirBuffer
 from data import Problem, augment, load, normalise, read, save, write
 from model import Encoder
 
-VIEWS = 4           # random crops per training image whose features are cached
+VIEWS = 4                   # random crops of each training image whose features are cached
+READOUTS = {"linear": "linear classifier", "prototype": "nearest prototype"}
+KINDS = {"class_il": "Class-IL", "task_il": "Task-IL"}
+SAME_RESULT = {"device", "compile", "out", "resume", "init", "data_dir", "save_every", "profile"}
 
 
-# ---------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------ metrics
 
 def average_accuracy(A):
-    """AA (Eq. 11): mean over the tasks i of A[T, i]. A (T, T): row t = after task t, column i = task i."""
+    """AA (Eq. 11): mean over i of A[T, i]. A (T, T): row t = after task t, column i = task i."""
     return sum(float(a) for a in A[-1]) / len(A[-1])
 
 
 def forgetting(A):
-    """F (Eq. 12): mean over i < T of the best A[t, i] before the last task (i <= t < T) minus A[T, i].
+    """F (Eq. 12): mean over i < T of max A[t, i] over i <= t < T, minus A[T, i].
 
-    Negative when old tasks got better; nan for a single task, where nothing could be forgotten.
+    Negative where old tasks got better; nan for a single task, which has nothing to forget.
     """
     T = len(A)
     if T == 1:
         return math.nan
-    return sum(max(float(A[t][i]) for t in range(i, T - 1)) - float(A[T - 1][i]) for i in range(T - 1)) / (T - 1)
+    best = [max(float(A[t][i]) for t in range(i, T - 1)) for i in range(T - 1)]
+    return sum(best[i] - float(A[-1][i]) for i in range(T - 1)) / (T - 1)
 
 
 def accuracies(scores, labels, tasks):
-    """Scores (n, seen classes) of the test images of `tasks` -> Class-IL and Task-IL percentages, a list each."""
+    """Scores (n, classes seen) of images of `tasks` -> Class-IL and Task-IL %, lists by task."""
     class_il, task_il = [], []
     for classes in tasks:
-        mine = (labels >= classes[0]) & (labels <= classes[-1])
+        first, end = classes[0], classes[-1] + 1
+        mine = (labels >= first) & (labels < end)
         s, y = scores[mine], labels[mine]
         class_il.append(100 * (s.argmax(1) == y).float().mean().item())
-        inside = s[:, classes[0]:classes[-1] + 1].argmax(1) + classes[0]
-        task_il.append(100 * (inside == y).float().mean().item())
+        task_il.append(100 * (s[:, first:end].argmax(1) + first == y).float().mean().item())
     return class_il, task_il
 
 
 def neural_collapse(z, labels, prototypes):
-    """NC1-NC4 of section 2.3 for embeddings z (n, d) of classes 0..K-1, with w_k = p_k. All are 0 (NC4: 100) at collapse.
+    """NC1-NC4 (section 2.3) of embeddings z (n, d) of classes 0..K-1, with the prototypes as w_k.
 
-    nc1: mean trace of the within-class covariance; nc2: mean |cos(mu_i, mu_j) + 1/(K-1)| of the centred class means;
-    nc3: mean distance of a centred unit mean to its prototype; nc4: % where nearest prototype = nearest class mean.
+    nc1: mean trace of the within-class covariances; nc2: mean |cos(mu_i, mu_j) + 1/(K-1)| of the
+    centred class means; nc3: mean distance of a centred unit mean to its prototype; nc4: % of
+    images whose nearest prototype is that of their nearest class mean. Collapse: 0, 0, 0, 100.
     """
     K = int(labels.max()) + 1
     p = prototypes[:K]
     mu = torch.stack([z[labels == k].mean(0) for k in range(K)])                # (K, d)
-    nc1 = torch.stack([(z[labels == k] - mu[k]).square().sum(1).mean() for k in range(K)]).mean()
+    nc1 = sum((z[labels == k] - mu[k]).square().sum(1).mean() for k in range(K)) / K
     centred = F.normalize(mu - mu.mean(0), dim=1)
     pairs = ~torch.eye(K, dtype=torch.bool, device=z.device)
     nc2 = ((centred @ centred.T)[pairs] + 1 / (K - 1)).abs().mean()
-    nc3 = (centred - F.normalize(p, dim=1)).norm(dim=1).mean()
+    nc3 = (centred - p).norm(dim=1).mean()
     nc4 = 100 * ((z @ p.T).argmax(1) == torch.cdist(z, mu).argmin(1)).float().mean()
     return {"nc1": nc1.item(), "nc2": nc2.item(), "nc3": nc3.item(), "nc4": nc4.item()}
 
 
-# ---------------------------------------------------------------------------- readouts
+# ------------------------------------------------------------------------ readouts
 
 @torch.no_grad()
 def encode(net, images, view, batch=500):
-    """Features (n, F) and embeddings (n, d) of uint8 images; `view` turns a batch of them into the input."""
+    """Features (n, F) and embeddings (n, d) of uint8 images; `view` makes a batch into an input."""
     was_training, parts = net.training, []
     net.eval()
     for part in images.split(batch):
@@ -94,19 +100,18 @@ def encode(net, images, view, batch=500):
 
 
 def linear_probe(features, labels, num_classes, *, epochs, lr, seed, batch=256):
-    """Train a linear classifier on cached features (V, n, F), V views of n images: weight (C, F) and bias (C,).
+    """A linear classifier on cached features (V, n, F) of V views of n images: (C, F) and (C,).
 
-    An epoch draws n samples: a class at random, one of its images, one of that image's views. SGD with momentum 0.9,
-    cosine to 0. Features are standardised while training, and that is folded into the weights returned.
+    An epoch is n draws: a class, one of its images, one of that image's views. SGD with momentum
+    0.9, cosine to 0. Features are standardised, which is folded into the weights returned.
     """
     g, device = torch.Generator().manual_seed(seed), features.device
     mean, std = features.mean((0, 1)), features.std((0, 1)).clamp(min=1e-6)     # (F,)
     x = (features - mean) / std
     V, n = x.shape[:2]
-    order = labels.argsort(stable=True).cpu()                                   # images grouped by class
+    order = labels.argsort(stable=True).cpu()                                   # images by class
     count = torch.bincount(labels.cpu(), minlength=num_classes)
-    present = count.nonzero().squeeze(1)                                        # with no old image a class is absent
-    start = count.cumsum(0) - count
+    start, present = count.cumsum(0) - count, count.nonzero().squeeze(1)        # some may be absent
     weight = torch.zeros(num_classes, x.shape[2], device=device, requires_grad=True)
     bias = torch.zeros(num_classes, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight, bias], lr=lr, momentum=0.9)
@@ -124,137 +129,161 @@ def linear_probe(features, labels, num_classes, *, epochs, lr, seed, batch=256):
     return weight, bias.detach() - weight @ mean
 
 
-# ---------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------ runs
 
-def open_run(path, device="cpu"):
-    """Settings and task checkpoints of a run: a namespace and the list of task<t>.pt that are there, in order."""
-    path = Path(path)
+def open_run(path):
+    """A run's settings, as a namespace, and its finished tasks, task1.pt, task2.pt, ..."""
+    path, finished = Path(path), []
     if not (path / "config.json").is_file():
         raise Problem(f"{path} is not a run: it has no config.json")
     try:
-        config = json.loads((path / "config.json").read_text())["settings"]
+        saved = json.loads((path / "config.json").read_text())["settings"]
     except (ValueError, KeyError, TypeError):
-        raise Problem(f"{path / 'config.json'} is damaged or not of this program") from None
-    files = []
-    while (path / f"task{len(files) + 1}.pt").is_file():
-        files.append(path / f"task{len(files) + 1}.pt")
-    return SimpleNamespace(**config), files
+        raise Problem(f"{path / 'config.json'} is damaged, or not of this program") from None
+    while (path / f"task{len(finished) + 1}.pt").is_file():
+        finished.append(path / f"task{len(finished) + 1}.pt")
+    return SimpleNamespace(**saved), finished
+
+
+def compare(runs):
+    """How runs that should be averaged differ, in words; None if in nothing but the seed."""
+    first = None
+    for run in runs:
+        c, finished = open_run(run)
+        mine = {key: value for key, value in vars(c).items() if key not in SAME_RESULT | {"seed"}}
+        mine["finished tasks"] = len(finished)
+        first = first or mine
+        for key in first:
+            if mine.get(key) != first[key]:
+                return (f"{runs[0]} and {run} differ: {key} is {first[key]} in one and "
+                        f"{mine.get(key)} in the other")
 
 
 def load_data(c, device, data_dir=None):
-    """The data of a run with settings `c`, on the device."""
+    """The data of a run with settings `c`, all of it on the device."""
     data = load(c.dataset, data_dir or c.data_dir, tasks=c.tasks, image_size=c.image_size,
                 limit_per_class=c.limit_per_class, val_fraction=c.val_fraction, seed=c.seed)
-    views = dict(data.views, mean=torch.tensor(data.views["mean"], device=device),
-                 std=torch.tensor(data.views["std"], device=device))
-    return data._replace(views=views, **{name: value.to(device) for name, value in data._asdict().items()
-                                         if isinstance(value, torch.Tensor)})
+    moved = {name: value.to(device) for name, value in data._asdict().items()
+             if isinstance(value, torch.Tensor)}
+    colours = {name: torch.tensor(data.views[name], device=device) for name in ("mean", "std")}
+    return data._replace(**moved, views=data.views | colours)
+
+
+def load_task(file, c, device):
+    """What a task<t>.pt holds, and the network in it."""
+    state, net = read(file, device, keys=("net", "prototypes", "buffer")), Encoder(c.width, c.dim)
+    try:
+        net.load_state_dict(state["net"])
+    except RuntimeError:
+        raise Problem(f"{file} is not of this run: its network is not of width {c.width} and "
+                      f"dim {c.dim}") from None
+    return state, net.to(device, memory_format=torch.channels_last)
 
 
 def evaluate(run, *, epochs, lr, probe_samples, split, device, data_dir=None):
-    """Evaluate one run: the dictionary that results.json holds, and the last embeddings for the plots."""
-    c, files = open_run(run)
-    if not files:
+    """One run: what results.json holds, and the last embeddings, labels and prototypes to draw."""
+    c, finished = open_run(run)
+    if not finished:
         raise Problem(f"{run} has no finished task yet: there is nothing to evaluate")
     if split == "val" and not c.val_fraction:
-        raise Problem(f"{run} was trained without --val-fraction: it has no validation images, use --split test")
+        raise Problem(f"{run} was trained without --val-fraction: it has no validation images")
     data = load_data(c, device, data_dir)
-    images, labels = (data.val_images, data.val_labels) if split == "val" else (data.test_images, data.test_labels)
-    mean, std = data.views["mean"], data.views["std"]
-    g = torch.Generator().manual_seed(c.seed)                       # crops of the training features
-    probe = ReservoirBuffer(probe_samples, seed=c.seed)             # old images, for buffer 0 only
-    rows = {name: {"class_il": [], "task_il": []} for name in ("linear", "prototype")}
-    coverage, classifier = [], {}
-    for t, file in enumerate(files):
-        state = read(file, device)
-        net = Encoder(c.width, c.dim).to(device, memory_format=torch.channels_last)
-        net.load_state_dict(state["net"])
+    images, labels = data.test_images, data.test_labels
+    if split == "val":
+        images, labels = data.val_images, data.val_labels
+    g = torch.Generator().manual_seed(c.seed)
+    crop = lambda x: augment(x, g, **data.views | {"blur": 0}, jitter=0, grey=0)
+    plain = lambda x: normalise(x, data.views["mean"], data.views["std"])
+    probe = ReservoirBuffer(probe_samples, seed=c.seed)             # used with buffer 0 only
+    rows = {name: {kind: [] for kind in KINDS} for name in READOUTS}
+    covered, classifier = [], {}
+    for t, file in enumerate(finished):
+        state, net = load_task(file, c, device)
         tasks, prototypes = data.tasks[:t + 1], state["prototypes"]
-        seen = tasks[-1][-1] + 1
+        first, seen = tasks[-1][0], tasks[-1][-1] + 1
+        mine = (data.train_labels >= first) & (data.train_labels < seen)
+        task_images, task_labels = data.train_images[mine], data.train_labels[mine]
+        old = state["buffer"] if c.buffer else probe.state_dict()
+        covered.append([len(old["labels"].unique()), first])
+        train_images = torch.cat([task_images, old["images"].to(device)])
+        train_labels = torch.cat([task_labels, old["labels"].to(device)])
 
-        current = (data.train_labels >= tasks[-1][0]) & (data.train_labels < seen)
-        task_images, task_labels = data.train_images[current], data.train_labels[current]
-        old_images, old_labels = (state["buffer"]["images"], state["buffer"]["labels"]) if c.buffer else (probe.images, probe.labels)
-        coverage.append([len(old_labels.unique()), tasks[-1][0]])
-        train_images = torch.cat([task_images, old_images.to(device)])
-        train_labels = torch.cat([task_labels, old_labels.to(device)])
-        crops = lambda x: augment(x, g, **data.views | {"blur": 0}, jitter=0, grey=0)
-        features = torch.stack([encode(net, train_images, crops)[0] for _ in range(VIEWS)])     # (V, n, F)
+        features = torch.stack([encode(net, train_images, crop)[0] for _ in range(VIEWS)])
         weight, bias = linear_probe(features, train_labels, seen, epochs=epochs, lr=lr, seed=c.seed)
         classifier[f"task{t + 1}"] = {"weight": weight, "bias": bias}
-
         shown = labels < seen
-        h, z = encode(net, images[shown], lambda x: normalise(x, mean, std))
-        y = labels[shown]
-        for name, scores in (("linear", F.linear(h, weight, bias)), ("prototype", z @ prototypes[:seen].T)):
-            for kind, row in zip(("class_il", "task_il"), accuracies(scores, y, tasks)):
+        h, z = encode(net, images[shown], plain)
+        scores = {"linear": F.linear(h, weight, bias), "prototype": z @ prototypes[:seen].T}
+        for name in READOUTS:
+            for kind, row in zip(KINDS, accuracies(scores[name], labels[shown], tasks)):
                 rows[name][kind].append(row)
         probe.add(task_images, task_labels)
     save(Path(run) / "classifier.pt", classifier)
-
-    results = {name: {kind: summary(matrix) for kind, matrix in kinds.items()} for name, kinds in rows.items()}
-    results |= {"nc": neural_collapse(z, y, prototypes), "old_classes_covered": coverage,
-                "tasks_finished": len(files), "split": split, "epochs": epochs, "lr": lr,
-                "probe_samples": None if c.buffer else probe_samples, "views": VIEWS, "settings": vars(c)}
-    return results, (z.cpu(), y.cpu(), prototypes[:seen].cpu())
-
-
-def summary(matrix):
-    """Rows of 1, 2, ..., T accuracies -> the square matrix with null above the diagonal, AA and forgetting."""
-    F_ = forgetting(matrix)
-    return {"matrix": [row + [None] * (len(matrix) - len(row)) for row in matrix],
-            "aa": average_accuracy(matrix), "forgetting": None if math.isnan(F_) else F_}
+    results = {name: {kind: summary(rows[name][kind]) for kind in KINDS} for name in READOUTS}
+    results |= {"nc": neural_collapse(z, labels[shown], prototypes), "old_classes_covered": covered,
+                "tasks_finished": len(finished), "split": split, "epochs": epochs, "lr": lr,
+                "probe_samples": None if c.buffer else probe_samples, "views": VIEWS,
+                "settings": vars(c)}
+    return results, (z.cpu(), labels[shown].cpu(), prototypes[:seen].cpu())
 
 
-# ---------------------------------------------------------------------------- output
+def summary(rows):
+    """Rows of 1, 2, ..., T accuracies -> square matrix, null above the diagonal; AA; forgetting."""
+    lost = forgetting(rows)
+    return {"matrix": [row + [None] * (len(rows) - len(row)) for row in rows],
+            "aa": average_accuracy(rows), "forgetting": None if math.isnan(lost) else lost}
 
-READOUTS = {"linear": "linear classifier", "prototype": "nearest prototype"}
 
+# ------------------------------------------------------------------------ output
 
 def show(value):
-    return "   -" if value is None else f"{value:.1f}"
+    return "-" if value is None else f"{value:.1f}"
 
 
 def print_results(run, r):
-    """The four matrices of a run, side by side for Class-IL and Task-IL, and its summary lines."""
-    c = r["settings"]
-    print(f"\n{run}: {c['dataset']}, {c['plasticity']} + {c['stability']}, buffer {c['buffer']}, seed {c['seed']}, "
-          f"{r['tasks_finished']} of {c['tasks']} tasks, {r['split']} images")
-    T = r["tasks_finished"]
+    """The four matrices of a run, Class-IL beside Task-IL, and its summary lines."""
+    c, T = r["settings"], r["tasks_finished"]
+    print(f"\n{run}: {c['dataset']}, {c['plasticity']} + {c['stability']}, buffer {c['buffer']}, "
+          f"seed {c['seed']}, {T} of {c['tasks']} tasks, {r['split']} images")
+    width = max(6 * T, 10)
     for name, title in READOUTS.items():
-        print(f"\n{title + ', %':<24}{'Class-IL':<{6 * T + 4}}Task-IL")
-        head = "".join(f"{f'T{i + 1}':>6}" for i in range(T))
-        print(f"{'':18}{head}    {head}")
+        print(f"\n{title + ', %':<22}" + "".join(f"{kind:<{width + 2}}" for kind in KINDS.values()))
+        names = "".join(f"{f'T{i + 1}':>6}" for i in range(T))
+        print(f"{'':16}{names:<{width + 2}}{names}")
         for t in range(T):
-            left, right = ("".join(f"{show(a):>6}" for a in r[name][kind]["matrix"][t]) for kind in ("class_il", "task_il"))
-            print(f"  after task {t + 1:<5}{left}    {right}")
+            rows = ("".join(f"{show(a):>6}" for a in r[name][kind]["matrix"][t]) for kind in KINDS)
+            print(f"  after task {t + 1:<3}" + "".join(f"{row:<{width + 2}}" for row in rows))
         for key in ("aa", "forgetting"):
-            print(f"  {key.replace('aa', 'AA'):<16}{show(r[name]['class_il'][key]):>6}{'':{6 * T - 2}}{show(r[name]['task_il'][key]):>6}")
-    n = r["nc"]
-    covered, old = r["old_classes_covered"][-1]
-    print(f"\nneural collapse  NC1 {n['nc1']:.3f}  NC2 {n['nc2']:.3f}  NC3 {n['nc3']:.3f}  NC4 {n['nc4']:.1f} %")
-    print(f"the classifier had images of {covered} of {old} old classes after the last task")
+            cells = (f"{show(r[name][kind][key]):>6}" for kind in KINDS)
+            print(f"  {'AA' if key == 'aa' else key:<14}"
+                  + "".join(f"{cell:<{width + 2}}" for cell in cells))
+    (known, old), nc = r["old_classes_covered"][-1], r["nc"]
+    print(f"\nneural collapse: NC1 {nc['nc1']:.3f}, NC2 {nc['nc2']:.3f}, NC3 {nc['nc3']:.3f}, "
+          f"NC4 {nc['nc4']:.1f} %\nthe last classifier had images of {known} of {old} old classes")
 
 
-def print_table(all_results):
-    """A line for each run, then mean +- sample standard deviation over the runs."""
-    columns = [(name, kind, key) for name in READOUTS for kind in ("class_il", "task_il") for key in ("aa", "forgetting")]
-    print(f"\n{'':32}" + "".join(f"{READOUTS[name]:<32}" for name in READOUTS))
-    print(f"{'':32}" + f"{'Class-IL':<16}{'Task-IL':<16}" * 2)
-    print(f"{'run':<32}" + f"{'AA':<8}{'forget.':<8}" * 4)
-    for run, r in all_results.items():
-        print(f"{str(run)[-30:]:<32}" + "".join(f"{show(r[a][b][k]):<8}" for a, b, k in columns))
-    values = [[r[a][b][k] for r in all_results.values()] for a, b, k in columns]
-    cells = ["-" if None in v else f"{statistics.mean(v):.1f}+-{statistics.stdev(v):.1f}" for v in values]
-    print(f"{f'mean +- std, n = {len(all_results)}':<32}" + "".join(f"{cell:<8} "[:max(8, len(cell) + 1)] for cell in cells))
+def print_table(all_results, mean):
+    """A line for each run, then, if they may be averaged, mean +- sample standard deviation."""
+    columns = [(name, kind, key) for name in READOUTS for kind in KINDS
+               for key in ("aa", "forgetting")]
+    print(f"\n{'':26}" + "".join(f"{title:<44}" for title in READOUTS.values()))
+    print(f"{'':26}" + "".join(f"{title:<22}" for title in KINDS.values()) * 2)
+    print(f"{'run':<26}" + f"{'AA':<11}{'forgetting':<11}" * 4)
+    values = [[r[a][b][key] for r in all_results.values()] for a, b, key in columns]
+    for run, row in zip(all_results, zip(*values)):
+        print(f"{str(run)[-25:]:<26}" + "".join(f"{show(value):<11}" for value in row))
+    if mean:
+        cells = ["-" if None in v else f"{statistics.mean(v):.1f}+-{statistics.stdev(v):.1f}"
+                 for v in values]
+        print(f"{f'mean +- std, n = {len(all_results)}':<26}" + "".join(f"{a:<11}" for a in cells))
 
 
-def tsne(x, perplexity=30, steps=500, seed=0):
-    """Exact t-SNE (van der Maaten & Hinton 2008) of x (n, d) to (n, 2), for the embedding picture."""
+def tsne(x, perplexity=30, steps=400, seed=0):
+    """Exact t-SNE (van der Maaten & Hinton 2008) of x (n, d) to (n, 2), for a picture."""
     n = len(x)
     d2 = torch.cdist(x, x).square()
     beta, low, high = torch.ones(n, 1), torch.zeros(n, 1), torch.full((n, 1), math.inf)
-    for _ in range(50):                             # bisect each point's bandwidth to the wanted perplexity
+    for _ in range(50):                 # bisect each point's bandwidth to the wanted perplexity
         p = (-beta * d2).fill_diagonal_(-math.inf).softmax(1)
         wide = torch.special.entr(p).sum(1, keepdim=True) > math.log(perplexity)
         low, high = torch.where(wide, beta, low), torch.where(wide, high, beta)
@@ -263,107 +292,111 @@ def tsne(x, perplexity=30, steps=500, seed=0):
     y = 1e-2 * torch.randn(n, 2, generator=torch.Generator().manual_seed(seed))
     velocity = torch.zeros_like(y)
     for step in range(steps):
+        early = step < 100              # exaggerated attraction, less momentum
         q = (1 / (1 + torch.cdist(y, y).square())).fill_diagonal_(0)
-        force = (p * (12 if step < 100 else 1) - q / q.sum()) * q               # early exaggeration
+        force = (p * (12 if early else 1) - q / q.sum()) * q
         gradient = 4 * (force.sum(1, keepdim=True) * y - force @ y)
-        velocity = (0.5 if step < 100 else 0.8) * velocity - n / 12 * gradient
+        velocity = (0.5 if early else 0.8) * velocity - n / 12 * gradient
         y = y + velocity
     return y - y.mean(0)
 
 
 def plot(folder, all_results, embeddings):
-    """Write accuracy.png (heat-maps), tasks.png (AA over tasks) and embeddings.png, a panel or a line for each run."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise Problem("--plot needs matplotlib: pip install matplotlib") from None
+    """Write accuracy.png, tasks.png and embeddings.png, with a panel or a line for each run."""
+    import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    folder = Path(folder)
+    folder, runs = Path(folder), list(all_results)
     folder.mkdir(parents=True, exist_ok=True)
-    runs = list(all_results)
-    titles = [f"{s['plasticity']} + {s['stability']}, buffer {s['buffer']}, seed {s['seed']}"
-              for s in (all_results[run]["settings"] for run in runs)]
+    titles = {}
+    for run in runs:
+        s = all_results[run]["settings"]
+        titles[run] = "{plasticity} + {stability}, buffer {buffer}, seed {seed}".format(**s)
 
-    figure, axes = plt.subplots(len(runs), 2, figsize=(8, 3.6 * len(runs)), squeeze=False, layout="constrained")
-    for run, title, pair in zip(runs, titles, axes):
-        for kind, axis in zip(("class_il", "task_il"), pair):
+    size = (8, 3.6 * len(runs))
+    figure, axes = plt.subplots(len(runs), 2, figsize=size, squeeze=False, layout="constrained")
+    for run, pair in zip(runs, axes):
+        for kind, axis in zip(KINDS, pair):
             matrix = all_results[run]["linear"][kind]["matrix"]
-            T = len(matrix)
-            picture = axis.imshow([[math.nan if a is None else a for a in row] for row in matrix], vmin=0, vmax=100)
-            for t in range(T):
-                for i in range(t + 1):
-                    axis.text(i, t, f"{matrix[t][i]:.0f}", ha="center", va="center",
-                              color="black" if matrix[t][i] > 60 else "white", fontsize=9 if T < 8 else 6)
-            axis.set(title=f"{kind.replace('class_il', 'Class-IL').replace('task_il', 'Task-IL')}: {title}", xlabel="accuracy on task",
-                     ylabel="after task", xticks=range(T), yticks=range(T),
-                     xticklabels=range(1, T + 1), yticklabels=range(1, T + 1))
-            axis.title.set_fontsize(9)
+            numbers = range(1, len(matrix) + 1)
+            filled = [[math.nan if a is None else a for a in row] for row in matrix]
+            picture = axis.imshow(filled, vmin=0, vmax=100)
+            for t, i in ((t, i) for t in range(len(matrix)) for i in range(t + 1)):
+                axis.text(i, t, f"{matrix[t][i]:.0f}", ha="center", va="center", fontsize=8,
+                          color="black" if matrix[t][i] > 60 else "white")
+            axis.set(xlabel="accuracy on task", ylabel="after task", xticks=range(len(matrix)),
+                     yticks=range(len(matrix)), xticklabels=numbers, yticklabels=numbers)
+            axis.set_title(f"{KINDS[kind]}: {titles[run]}", fontsize=9)
         figure.colorbar(picture, ax=list(pair), label="%")
     figure.savefig(folder / "accuracy.png", dpi=120)
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for kind, axis in zip(("class_il", "task_il"), axes):
-        for number, (run, title) in enumerate(zip(runs, titles)):
-            for name, line in (("linear", "-"), ("prototype", ":")):
-                rows = [[a for a in row if a is not None] for row in all_results[run][name][kind]["matrix"]]
-                axis.plot(range(1, len(rows) + 1), [sum(row) / len(row) for row in rows], line, marker="o",
-                          color=f"C{number}", label=f"{title}, {READOUTS[name]}")
-        axis.set(title=kind.replace("class_il", "Class-IL").replace("task_il", "Task-IL"), xlabel="after task",
-                 ylabel="average accuracy, %", ylim=(0, 102), xticks=range(1, len(rows) + 1))
+    for kind, axis in zip(KINDS, axes):
+        for number, run in enumerate(runs):
+            for name, style in (("linear", "-"), ("prototype", ":")):
+                rows = all_results[run][name][kind]["matrix"]
+                means = [statistics.mean(a for a in row if a is not None) for row in rows]
+                axis.plot(range(1, len(rows) + 1), means, style, marker="o", color=f"C{number}",
+                          label=f"{titles[run]}, {READOUTS[name]}")
+        axis.set(title=KINDS[kind], xlabel="after task", ylabel="average accuracy, %",
+                 ylim=(0, 102), xticks=range(1, len(rows) + 1))
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7, loc="lower left")
     figure.savefig(folder / "tasks.png", dpi=120)
 
-    figure, axes = plt.subplots(1, len(runs), figsize=(5 * len(runs), 5), squeeze=False, layout="constrained")
-    for run, title, axis in zip(runs, titles, axes[0]):
+    size = (5 * len(runs), 5)
+    figure, axes = plt.subplots(1, len(runs), figsize=size, squeeze=False, layout="constrained")
+    for run, axis in zip(runs, axes[0]):
         z, y, prototypes = embeddings[run]
-        some = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))[:1500]
+        K = len(prototypes)
+        some = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))[:1000]
         flat = tsne(torch.cat([z[some], prototypes]))
-        colours = plt.get_cmap("tab10" if len(prototypes) <= 10 else "nipy_spectral", len(prototypes))
-        axis.scatter(*flat[:len(some)].T, s=6, c=[colours(k) for k in y[some].tolist()], linewidths=0)
-        for k, point in enumerate(flat[len(some):].tolist()):
+        colours = plt.get_cmap("tab10" if K <= 10 else "nipy_spectral", K)
+        axis.scatter(*flat[:-K].T, s=6, c=[colours(k) for k in y[some].tolist()], linewidths=0)
+        for k, point in enumerate(flat[-K:].tolist()):
             axis.scatter(*point, marker="*", s=160, color=colours(k), edgecolors="black",
-                         label=f"class {k}" if len(prototypes) <= 10 else None)
-        axis.set(title=title, xticks=[], yticks=[])
-        axis.title.set_fontsize(9)
-    axes[0, 0].legend(fontsize=7, title="stars: prototypes", title_fontsize=7, markerscale=0.5)
-    figure.suptitle("test embeddings after the last task, t-SNE", fontsize=10)
+                         label=f"class {k}" if K <= 10 else None)
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(titles[run], fontsize=9)
+        axis.legend(fontsize=7, title="stars: prototypes", title_fontsize=7, markerscale=0.5)
+    figure.suptitle("embeddings after the last task, t-SNE", fontsize=10)
     figure.savefig(folder / "embeddings.png", dpi=120)
     plt.close("all")
 
 
-# ---------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------ command line
 
 def number(kind, low, high=math.inf, above=False):
-    """An argparse type: a number of `kind` with low <= value <= high (low < value if `above`)."""
+    """An argparse type: a number of `kind`, low <= it <= high, or low < it if `above`."""
     def parse(text):
-        word = "a whole number" if kind is int else "a number"
-        limits = f"{'above' if above else 'from'} {low}" + ("" if high == math.inf else f" to {high}")
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (low <= value <= high) or (above and value == low) or value in (math.inf, -math.inf):
+        if not low <= value <= high or above and value == low or abs(value) == math.inf:
+            word = "a whole number" if kind is int else "a number"
+            limits = f"{'above' if above else 'from'} {low}" + f" to {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"{text!r} should be {word} {limits}")
         return value
     return parse
 
 
 def pick_device(name):
-    """--device to a torch.device; auto takes CUDA, then MPS, then the CPU."""
+    """--device as a torch.device; auto takes CUDA, then MPS, then the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+        name = ("cuda" if torch.cuda.is_available() else
+                "mps" if torch.backends.mps.is_available() else "cpu")
+    with contextlib.suppress(RuntimeError, AssertionError):     # unknown, or not in this torch
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise Problem(f"--device {name} is not to be had here: auto, cpu, or a cuda or mps device that torch sees") from None
-    return device
+        if device.type in ("cpu", "cuda", "mps"):
+            return device
+    raise Problem(f"--device {name} is not to be had here: give auto, cpu, or a cuda or mps device "
+                  "that torch sees")
 
 
 def command(main):
-    """Run a program's main(argv): a Problem becomes one sentence and exit status 2, whatever argparse itself does."""
+    """Run main(argv) as a program: a Problem ends it with one sentence and status 2."""
     try:
         sys.exit(main(sys.argv[1:]))
     except Problem as problem:
@@ -372,46 +405,48 @@ def command(main):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
-                                     description="Linear and nearest-prototype evaluation of runs of train.py.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders; none: the newest under runs/")
-    parser.add_argument("--epochs", type=number(int, 1, 10**6), default=100, help="of the linear classifier (100)")
-    parser.add_argument("--lr", type=number(float, 0, 1000, above=True), default=0.1, help="of the linear classifier (0.1)")
-    parser.add_argument("--probe-samples", type=number(int, 0, 10**7), default=200,
-                        help="old images that the classifier gets when the run has no buffer (200)")
-    parser.add_argument("--split", choices=["test", "val"], default="test", help="val: the part held out by --val-fraction")
-    parser.add_argument("--plot", metavar="DIR", help="write accuracy.png, tasks.png and embeddings.png there")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the data is now, if not where the run found it")
+    parser = argparse.ArgumentParser(
+        prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
+        description="Linear and nearest-prototype evaluation of runs of train.py.")
+    flag = parser.add_argument
+    flag("runs", nargs="*", metavar="RUN", help="run folders; none: the newest under runs/")
+    flag("--epochs", type=number(int, 1, 10**6), default=100, help="of the classifier (100)")
+    flag("--lr", type=number(float, 0, 1000, above=True), default=0.1, help="its rate (0.1)")
+    flag("--probe-samples", type=number(int, 0, 10**7), default=200,
+         help="old images for the classifier of a run without buffer (200)")
+    flag("--split", choices=["test", "val"], default="test", help="val: what --val-fraction kept")
+    flag("--plot", metavar="DIR", help="write accuracy.png, tasks.png and embeddings.png there")
+    flag("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (auto)")
+    flag("--data-dir", metavar="DIR", help="where the data is, if not where the run found it")
     args = parser.parse_args(argv)
 
-    runs = [Path(run) for run in args.runs]
+    runs, device = [Path(run) for run in args.runs], pick_device(args.device)
     if not runs:
-        found = sorted(Path("runs").glob("*/config.json"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise Problem("there is no run under runs/: train one with python train.py, or name its folder")
-        runs = [found[-1].parent]
+        newest = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+        if not newest:
+            raise Problem("there is no run under runs/: python train.py makes one, or name one")
+        runs = [newest[-1].parent]
     if len(set(runs)) < len(runs):
         raise Problem(f"the run {max(runs, key=runs.count)} is named twice")
-    device, settings = pick_device(args.device), {}
-    for run in runs:                                    # all are looked at before any is evaluated
-        c, files = open_run(run)
-        settings[run] = (vars(c) | {"tasks_finished": len(files)})
-        for key, value in settings[runs[0]].items():
-            if key not in ("seed", "device", "compile", "out", "init", "data_dir", "save_every", "amp") \
-                    and settings[run].get(key) != value and not args.plot:
-                raise Problem(f"{runs[0]} and {run} cannot be averaged: {key} is {value} in one and {settings[run].get(key)} in the other")
+    if args.plot:
+        try:
+            import matplotlib                                   # noqa: F401, before the long work
+        except ImportError:
+            raise Problem("--plot needs matplotlib: pip install matplotlib") from None
+    difference = compare(runs)
+    if difference and not args.plot:
+        raise Problem(f"{difference}: they cannot be averaged; --plot shows them side by side")
     all_results, embeddings = {}, {}
     for run in runs:
-        results, embeddings[run] = evaluate(run, epochs=args.epochs, lr=args.lr, probe_samples=args.probe_samples,
-                                            split=args.split, device=device, data_dir=args.data_dir)
-        all_results[run] = results
+        all_results[run], embeddings[run] = evaluate(
+            run, epochs=args.epochs, lr=args.lr, probe_samples=args.probe_samples,
+            split=args.split, device=device, data_dir=args.data_dir)
         path = run / ("results.json" if args.split == "test" else "results-val.json")
-        write(path, json.dumps(results, indent=1).encode())
-        print_results(run, results)
+        write(path, json.dumps(all_results[run], indent=1).encode())
+        print_results(run, all_results[run])
         print(f"written to {path}")
     if len(runs) > 1:
-        print_table(all_results)
+        print_table(all_results, mean=not difference)
     if args.plot:
         plot(args.plot, all_results, embeddings)
         print(f"pictures in {args.plot}: accuracy.png, tasks.png, embeddings.png")

@@ -1,6 +1,6 @@
-"""The losses of the method, as pure functions: FNC2 (Eq. 7-9) to learn a task, HSD (Eq. 10) to keep the old ones.
+"""The losses as pure functions: FNC2 (Eq. 7-9) learns a task, HSD (Eq. 10) keeps the old ones.
 
-Also their parts, which are the rows of the paper's ablations: SupCon (Eq. 3) and IRD together are Co2L.
+Also the parts that the paper's ablations combine: SupCon (Eq. 3) with IRD is Co2L.
 Conventions, the same everywhere:
   z           (n, d) unit embeddings of the n = 2N views of a batch (N images, two views each)
   z_past      (n, d) unit embeddings of the same views by the frozen model of the previous task
@@ -14,7 +14,7 @@ size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 
 import torch
 import torch.nn.functional as F
 
-SELF = -1e9     # in place of z_i.z_i: its softmax weight is exactly 0 and, unlike -inf, 0 * SELF is not nan
+SELF = -1e9     # in place of z_i.z_i: no weight in a softmax and, unlike -inf, 0 * SELF is not nan
 
 
 def similarities(a, b, temperature):
@@ -30,15 +30,15 @@ def positives(labels):
 
 
 def focal(log_p, gamma):
-    """(1 - p)^gamma log p, elementwise; the gradient flows through the weight too, as in focal loss.
+    """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss.
 
-    r_i of Eq. 9 is no probability: its numerator is not in its denominator, so in small batches it can
-    exceed 1. There 1 - p is clamped at 0: the view is at its prototype and has nothing to learn from it.
+    r_i of Eq. 9 is no probability: its numerator is not in its denominator, so it can exceed 1 in
+    small batches. There 1 - p is clamped at 0: the view has reached its prototype.
     """
     if gamma == 0:
         return log_p
     log_p = log_p.clamp(max=0)
-    hardness = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).eps)    # x^0.5 has no slope at 0
+    hardness = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).eps) # x^0.5: no slope at 0
     return hardness ** gamma * log_p
 
 
@@ -55,9 +55,9 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
         r_i    = exp(z_i.p_yi / tau) / D_i             for the view's own prototype
         loss_i = -1/(|P(i)|+1) * ( sum_j (1-c_ij)^gamma log c_ij + (1-r_i)^gamma log r_i )
 
-    old_prototypes (m, d) are P_1:t-1, the pseudo-replay; None in the first task, or to leave it out.
-    anchors (n,) bool, None = all: with a replay buffer only views of the current task are anchors (the
-    asymmetric form), while all views stand in every D_i.
+    old_prototypes (m, d): P_1:t-1, the pseudo-replay; None in the first task, or to leave it out.
+    anchors (n,) bool, None = all: with a replay buffer only views of the current task are anchors
+    (the asymmetric form), while all views stand in every D_i.
     """
     n = len(z)
     keys = z if old_prototypes is None else torch.cat([z, old_prototypes.to(z.dtype)])  # (n+m, d)
@@ -75,7 +75,7 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
 def supcon_loss(z, labels, anchors=None, *, tau):
     """Supervised contrastive loss (Eq. 3-4), in Co2L's asymmetric form where `anchors` is given.
 
-        loss_i = -1/|P(i)| * sum_{j in P(i)} log( exp(z_i.z_j / tau) / sum_{k != i} exp(z_i.z_k / tau) )
+        loss_i = -1/|P(i)| sum_{j in P(i)} log( exp(z_i.z_j/tau) / sum_{k != i} exp(z_i.z_k/tau) )
 
     A mean over the anchors (n,) bool (None = all) that have a positive.
     """
@@ -87,29 +87,29 @@ def supcon_loss(z, labels, anchors=None, *, tau):
 
 
 def ird_loss(z, z_past, *, kappa_current, kappa_past):
-    """Instance-wise Relation Distillation (first term of Eq. 10): keep the relations between samples.
+    """Instance-wise Relation Distillation (Eq. 10, first term): keep relations between samples.
 
-        o_ij = softmax over j != i of z_i.z_j / kappa,   loss_i = - sum_j o_ij(past) log o_ij(current)
+        o_ij = softmax over j != i of z_i.z_j/kappa;  loss_i = - sum_j o_ij(past) log o_ij(current)
     """
-    past = similarities(z_past, z_past, kappa_past).fill_diagonal_(SELF).softmax(1).detach()  # (n, n)
-    log_current = similarities(z, z, kappa_current).fill_diagonal_(SELF).log_softmax(1)       # (n, n)
-    return -(past * log_current).sum(1).mean()
+    past = similarities(z_past, z_past, kappa_past).fill_diagonal_(SELF)      # (n, n)
+    current = similarities(z, z, kappa_current).fill_diagonal_(SELF)          # (n, n)
+    return -(past.softmax(1).detach() * current.log_softmax(1)).sum(1).mean()
 
 
 def sprd_loss(z, z_past, prototypes, *, zeta_current, zeta_past):
-    """Sample-Prototype Relation Distillation (second term of Eq. 10): keep the relations to P_1:t.
+    """Sample-Prototype Relation Distillation (Eq. 10, second term): keep relations to P_1:t.
 
-        q_is = softmax over s of z_i.p_s / zeta,         loss_i = - sum_s q_is(past) log q_is(current)
+        q_is = softmax over s of z_i.p_s/zeta;        loss_i = - sum_s q_is(past) log q_is(current)
 
     prototypes (S, d): those of all classes seen so far, the current task's included.
     """
-    past = similarities(z_past, prototypes, zeta_past).softmax(1).detach()    # (n, S)
-    log_current = similarities(z, prototypes, zeta_current).log_softmax(1)    # (n, S)
-    return -(past * log_current).sum(1).mean()
+    past = similarities(z_past, prototypes, zeta_past)                        # (n, S)
+    current = similarities(z, prototypes, zeta_current)                       # (n, S)
+    return -(past.softmax(1).detach() * current.log_softmax(1)).sum(1).mean()
 
 
 def hsd_alpha(epoch, epochs, warmup_epochs):
-    """alpha = max(0, (e - e0) / E) of Eq. 10, for e = 1..E: IRD alone at first, then more and more S-PRD."""
+    """alpha = max(0, (e - e0) / E) of Eq. 10, e = 1..E: IRD alone, then more and more S-PRD."""
     return max(0.0, (epoch - warmup_epochs) / epochs)
 
 

@@ -1,9 +1,9 @@
-"""The network h = g o f: ResNet-18 for small images, then a two-layer projector onto the unit sphere.
+"""The network h = g o f: ResNet-18 for small images, then a projector onto the unit sphere.
 
 f is ResNet-18 as contrastive continual learning uses it on 32x32 and 64x64 images: 3x3 stem with
-stride 1, no max-pool, last layer removed. `width` scales every stage (64 = ResNet-18, 512 features), so the
-same code runs on a laptop. g is Linear-ReLU-Linear; a ReLU on its *output* would make half of every
-prototype's coordinates unreachable. Needs torch only.
+stride 1, no max-pool, last layer removed. `width` scales every stage (64 = ResNet-18, 512 features)
+so that the same code runs on a laptop. g is Linear-ReLU-Linear; a ReLU on its *output* would make
+half of every prototype's coordinates unreachable. Needs torch only.
 """
 
 import copy
@@ -29,7 +29,7 @@ class BasicBlock(nn.Module):
     def forward(self, x):                                            # (B, channels_in, H, W)
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = self.bn2(self.conv2(out)) + self.shortcut(x)
-        return F.relu(out, inplace=True)                             # (B, channels, H/stride, W/stride)
+        return F.relu(out, inplace=True)                             # (B, channels, H', W')
 
 
 class Encoder(nn.Module):
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
             nn.Conv2d(3, w, 3, padding=1, bias=False), nn.BatchNorm2d(w), nn.ReLU(inplace=True))
         stages = [(w, w, 1), (w, 2 * w, 2), (2 * w, 4 * w, 2), (4 * w, 8 * w, 2)]
         self.stages = nn.Sequential(*[
-            nn.Sequential(BasicBlock(a, b, stride), BasicBlock(b, b, 1)) for a, b, stride in stages])
+            nn.Sequential(BasicBlock(a, b, s), BasicBlock(b, b, 1)) for a, b, s in stages])
         self.projector = nn.Sequential(
             nn.Linear(8 * w, 8 * w), nn.ReLU(inplace=True), nn.Linear(8 * w, dim))
         for module in self.modules():
@@ -54,7 +54,7 @@ class Encoder(nn.Module):
         return self.stages(self.stem(x)).mean((2, 3))
 
     def project(self, features):
-        """(B, 8*width) -> (B, dim) unit vectors, in float32 under autocast too: a bfloat16 norm is off by 0.4 %."""
+        """(B, 8*width) -> (B, dim) unit vectors, float32 under autocast too: norm exactly 1."""
         return F.normalize(self.projector(features).float(), dim=1)
 
     def forward(self, x):
@@ -63,5 +63,5 @@ class Encoder(nn.Module):
 
 
 def frozen_copy(net):
-    """The teacher: a copy that no gradient reaches and whose BatchNorm statistics stay as they are."""
+    """The teacher: a copy that no gradient reaches and whose BatchNorm statistics stay."""
     return copy.deepcopy(net).eval().requires_grad_(False)

@@ -1,0 +1,189 @@
+"""The speed figures of the README, each measured against its reference in one run, in turns.
+
+    python results/speed.py pipeline --data-dir data --width 16 --batch-size 128
+    python results/speed.py losses
+    python results/speed.py probe RUN
+
+pipeline: training steps of task 2 on CIFAR-10, beside the usual contrastive pipeline: a DataLoader with
+    two workers and torchvision's PIL transforms, two views an image, contiguous memory, same network
+    and losses.
+losses: fnc2_loss + hsd_loss, forward and backward, beside a plain SupCon of one n x n log-softmax.
+probe: linear evaluation on cached features, beside one that encodes fresh crops in every epoch.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import eval as evaluation
+import train
+from buffer import ReservoirBuffer
+from data import augment, normalise
+from etf import simplex_etf
+from losses import fnc2_loss, hsd_loss
+from model import frozen_copy
+
+
+def pipeline(data_dir, width, batch_size, steps=4, rounds=3):
+    import torchvision.transforms as T
+    from PIL import Image
+    flags = f"--dataset cifar10 --data-dir {data_dir} --width {width} --batch-size {batch_size}"
+    c = train.settings(train.build_parser().parse_args(flags.split()))
+    device = torch.device("cpu")
+    data = evaluation.load_data(c, device)
+    task = train.make_task(data, 2, ReservoirBuffer(0), train.make_prototypes(c, data, device))
+    transform = T.Compose([
+        T.RandomResizedCrop(32, scale=(0.2, 1.0)), T.RandomHorizontalFlip(),
+        T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8), T.RandomGrayscale(0.2),
+        T.ToTensor(), T.Normalize(data.views["mean"].tolist(), data.views["std"].tolist())])
+
+    class TwoViews(torch.utils.data.Dataset):
+        images, labels = task.images.permute(0, 2, 3, 1).numpy(), task.labels
+        def __len__(self):
+            return len(self.labels)
+        def __getitem__(self, i):
+            image = Image.fromarray(self.images[i])
+            return transform(image), transform(image), self.labels[i]
+
+    def setup(memory_format):
+        net = train.make_net(c, device).to(memory_format=memory_format)
+        return net, frozen_copy(net), torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+
+    def usual():
+        loader = torch.utils.data.DataLoader(TwoViews(), batch_size, shuffle=True, num_workers=2,
+                                             drop_last=True)
+        net, teacher, optimizer = setup(torch.contiguous_format)
+        batches = iter(loader)
+        for step in range(2 + steps):
+            if step == 2:
+                start = time.perf_counter()
+            a, b, labels = next(batches)
+            x, y = torch.cat([a, b]), labels.repeat(2)
+            z = net(x)
+            with torch.no_grad():
+                z_past = teacher(x)
+            loss = fnc2_loss(z, y, task.prototypes, task.prototypes[:2], tau=c.tau, gamma=c.gamma)
+            loss = loss + hsd_loss(z, z_past, task.prototypes[:4], 0.5, kappa_current=0.2,
+                                   kappa_past=0.01, zeta_current=0.2, zeta_past=0.01)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return 2 * batch_size * steps / (time.perf_counter() - start)
+
+    def ours():
+        net, teacher, optimizer = setup(torch.channels_last)
+        g = torch.Generator().manual_seed(0)
+        for step in range(2 + steps):
+            if step == 2:
+                start = time.perf_counter()
+            some = torch.randint(len(task.labels), (batch_size,), generator=g)
+            train.train_step(task.images[some], task.labels[some], task, net, teacher, optimizer, c,
+                             g, 0.5)
+        return 2 * batch_size * steps / (time.perf_counter() - start)
+
+    pairs = [(usual(), ours()) for _ in range(rounds)]
+    for a, b in pairs:
+        print(f"usual {a:8.1f} views/s   ours {b:8.1f} views/s   ratio {b / a:.2f}")
+    print(f"median ratio {statistics.median(b / a for a, b in pairs):.2f}")
+
+
+def plain_supcon(z, labels, tau):
+    eye = torch.eye(len(z), dtype=torch.bool)
+    log_p = (z @ z.T / tau).masked_fill(eye, -torch.inf).log_softmax(1)
+    positive = (labels[:, None] == labels) & ~eye
+    return -(log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
+
+
+def one_loss(name, z, z_past, p, labels, gamma):
+    if name == "plain SupCon":
+        return plain_supcon(z, labels, 0.5)
+    loss = fnc2_loss(z, labels, p, p[:2], tau=0.5, gamma=gamma)
+    return loss + hsd_loss(z, z_past, p[:4], 0.3, kappa_current=0.2, kappa_past=0.01,
+                           zeta_current=0.2, zeta_past=0.01)
+
+
+def losses(peak=None):
+    """Times in this process; peak memory each in a process of its own."""
+    names = ("plain SupCon", "fnc2 + hsd")
+    if peak:
+        name, n = names[int(peak[0])], int(peak[1])
+    for n in ([n] if peak else [1024, 4096]):
+        g = torch.Generator().manual_seed(0)
+        z, z_past = (F.normalize(torch.randn(n, 128, generator=g), dim=1) for _ in range(2))
+        p, labels = simplex_etf(10, 128), torch.randint(2, 4, (n,), generator=g)
+        if peak:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            one_loss(name, z.requires_grad_(), z_past, p, labels, 1).backward()
+            extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            return print(f"{n} views, {name}: peak {extra / (n * n * 4 / 1024):.1f} n x n matrices")
+        for gamma in (1, 4):
+            times = {name: [] for name in names}
+            for _ in range(25 if n < 2000 else 7):
+                for name in names:
+                    w = z.clone().requires_grad_()
+                    start = time.perf_counter()
+                    one_loss(name, w, z_past, p, labels, gamma).backward()
+                    times[name].append(time.perf_counter() - start)
+            a, b = (1000 * statistics.median(times[name]) for name in names)
+            print(f"{n} views, gamma {gamma}: plain SupCon {a:.1f} ms, fnc2 + hsd {b:.1f} ms, "
+                  f"ratio {b / a:.2f}")
+        for k in "01":
+            subprocess.run([sys.executable, __file__, "losses", "--peak", k, str(n)], check=True)
+
+
+def probe(run, epochs=100):
+    c, finished = evaluation.open_run(run)
+    data = evaluation.load_data(c, torch.device("cpu"))
+    _, net = evaluation.load_task(finished[-1], c, "cpu")
+    g = torch.Generator().manual_seed(c.seed)
+    old, T = ReservoirBuffer(200, seed=c.seed), len(finished)
+    for classes in data.tasks[:T - 1]:
+        mine = (data.train_labels >= classes[0]) & (data.train_labels <= classes[-1])
+        old.add(data.train_images[mine], data.train_labels[mine])
+    mine = (data.train_labels >= data.tasks[T - 1][0]) & (data.train_labels <= data.tasks[T - 1][-1])
+    images = torch.cat([data.train_images[mine], old.images])
+    labels = torch.cat([data.train_labels[mine], old.labels])
+    seen, crop_only = data.tasks[T - 1][-1] + 1, dict(data.views, blur=0, jitter=0, grey=0)
+    shown = data.test_labels < seen
+    h, _ = evaluation.encode(net, data.test_images[shown],
+                             lambda x: normalise(x, data.views["mean"], data.views["std"]))
+
+    def report(name, views, seconds, features):
+        weight, bias = evaluation.linear_probe(features, labels, seen, epochs=epochs, lr=0.1, seed=0)
+        class_il, task_il = evaluation.accuracies(F.linear(h, weight, bias), data.test_labels[shown],
+                                                  data.tasks[:T])
+        print(f"{name:<24}{views:>4} passes of the encoder  {seconds:7.1f} s  Class-IL AA "
+              f"{sum(class_il) / T:.2f}  Task-IL AA {sum(task_il) / T:.2f}", flush=True)
+
+    start = time.perf_counter()
+    crop = lambda x: augment(x, g, **crop_only)
+    many = torch.stack([evaluation.encode(net, images, crop)[0] for _ in range(epochs)])
+    every = (time.perf_counter() - start) / epochs
+    for views in (1, 2, 4, 8, 16):
+        report(f"cached, {views} views", views, every * views, many[:views])
+    report("new crops every epoch", epochs, every * epochs, many)       # 100 views, drawn at random
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["pipeline", "losses", "probe"])
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what == "pipeline":
+        pipeline(args.data_dir, args.width, args.batch_size)
+    elif args.what == "losses":
+        losses(args.peak)
+    else:
+        probe(args.run)
