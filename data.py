@@ -47,6 +47,7 @@ class Data(NamedTuple):
     test_labels: torch.Tensor
     val_images: torch.Tensor        # held out of the training images by val_fraction, else empty
     val_labels: torch.Tensor
+    names: list                     # K class names
     tasks: list                     # T lists of class numbers: consecutive blocks, natural order
     views: dict                     # keyword arguments for `augment`: mean, std, crop, blur
 
@@ -82,10 +83,12 @@ def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None
     held, kept = torch.cat(held), torch.cat(kept)
     views = {key: table[key] for key in ("mean", "std", "crop", "blur")}
     if views["mean"] is None:
-        pixels = train[kept].transpose(0, 1).flatten(1).float() / 255           # (3, n*S*S)
-        views["mean"] = tuple(pixels.mean(1).tolist())
-        views["std"] = tuple(pixels.std(1).clamp(min=1e-3).tolist())
-    return Data(train[kept], train_y[kept], test, test_y, train[held], train_y[held], tasks, views)
+        sums = sum(torch.stack([(part.double() / 255).pow(k).mean((2, 3)).sum(0) for k in (1, 2)])
+                   for part in train[kept].split(1000)) / len(kept)             # (2, 3)
+        views["mean"] = tuple(sums[0].tolist())
+        views["std"] = tuple((sums[1] - sums[0] ** 2).clamp(min=1e-6).sqrt().tolist())
+    return Data(train[kept], train_y[kept], test, test_y, train[held], train_y[held], names, tasks,
+                views)
 
 
 def split_tasks(num_classes, num_tasks):
@@ -96,6 +99,11 @@ def split_tasks(num_classes, num_tasks):
         raise Problem(f"--tasks {num_tasks} does not divide the {num_classes} classes equally")
     block = num_classes // num_tasks
     return [list(range(t * block, (t + 1) * block)) for t in range(num_tasks)]
+
+
+def of_classes(labels, classes):
+    """(n,) bool: which labels are of a task with these consecutive classes."""
+    return (labels >= classes[0]) & (labels <= classes[-1])
 
 
 def resize(images, size):
@@ -148,7 +156,7 @@ def load_tiny_imagenet(root, size):
 
     def lines(path):
         if not path.is_file():
-            raise Problem(f"{path} is missing: Tiny-ImageNet is incomplete; {source}")
+            raise Problem(f"{path} is missing: delete {folder} and start again; {source}")
         return path.read_text().splitlines()
 
     names = [line.strip() for line in lines(folder / "wnids.txt") if line.strip()]
@@ -161,7 +169,7 @@ def load_tiny_imagenet(root, size):
         listed = [images / line.split()[0] for line in lines(boxes)] if boxes.is_file() else []
         missing = sorted(set(listed) - set(found)) or ([] if found else [images])
         if missing:
-            raise Problem(f"{missing[0]} is missing: Tiny-ImageNet is incomplete; {source}")
+            raise Problem(f"{missing[0]} is missing: delete {folder} and start again; {source}")
         train += [(path, k) for path in found]
     for line in lines(folder / "val" / "val_annotations.txt"):
         file, wnid = line.split("\t")[:2]
@@ -320,7 +328,7 @@ def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jit
     order = torch.randperm(4, generator=generator).tolist()
     if images.is_cuda:
         u = u.pin_memory()                          # so that the copy waits for nothing
-    u = u.to(images.device, non_blocking=True)
+    u = u.to(images.device, non_blocking=images.is_cuda)
     x = random_crop_flip(images, u[:, :23], crop)
     if jitter:
         shift = (2 * u[:, 24:28] - 1) * (u[:, 23:24] < jitter)          # (B, 4); 0 changes nothing
@@ -419,7 +427,7 @@ def save(path, state):
 def write(path, content):
     """Write bytes to a temporary file, flush it to the disk, then rename it to `path`."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")    # others may write it too
     try:
         with open(temporary, "wb") as file:
             file.write(content)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from buffer import ReservoirBuffer
-from data import Problem, augment, load, normalise, read, save, write
+from data import Problem, augment, load, normalise, of_classes, read, save, write
 from model import Encoder
 
 VIEWS = 4                   # random crops of each training image whose features are cached
@@ -58,11 +58,11 @@ def accuracies(scores, labels, tasks):
     """Scores (n, classes seen) of images of `tasks` -> Class-IL and Task-IL %, lists by task."""
     class_il, task_il = [], []
     for classes in tasks:
-        first, end = classes[0], classes[-1] + 1
-        mine = (labels >= first) & (labels < end)
+        mine = of_classes(labels, classes)
         s, y = scores[mine], labels[mine]
+        inside = s[:, classes[0]:classes[-1] + 1].argmax(1) + classes[0]
         class_il.append(100 * (s.argmax(1) == y).float().mean().item())
-        task_il.append(100 * (s[:, first:end].argmax(1) + first == y).float().mean().item())
+        task_il.append(100 * (inside == y).float().mean().item())
     return class_il, task_il
 
 
@@ -70,17 +70,20 @@ def neural_collapse(z, labels, prototypes):
     """NC1-NC4 (section 2.3) of embeddings z (n, d) of classes 0..K-1, with the prototypes as w_k.
 
     nc1: mean trace of the within-class covariances; nc2: mean |cos(mu_i, mu_j) + 1/(K-1)| of the
-    centred class means; nc3: mean distance of a centred unit mean to its prototype; nc4: % of
-    images whose nearest prototype is that of their nearest class mean. Collapse: 0, 0, 0, 100.
+    centred class means; nc3: mean distance of a centred unit mean to its prototype, centred alike;
+    nc4: % of images whose nearest prototype is that of their nearest class mean. Collapse: 0, 0, 0
+    and 100. A single class has no angles: None.
     """
     K = int(labels.max()) + 1
     p = prototypes[:K]
+    if K == 1:
+        return {"nc1": None, "nc2": None, "nc3": None, "nc4": None}
     mu = torch.stack([z[labels == k].mean(0) for k in range(K)])                # (K, d)
     nc1 = sum((z[labels == k] - mu[k]).square().sum(1).mean() for k in range(K)) / K
     centred = F.normalize(mu - mu.mean(0), dim=1)
     pairs = ~torch.eye(K, dtype=torch.bool, device=z.device)
     nc2 = ((centred @ centred.T)[pairs] + 1 / (K - 1)).abs().mean()
-    nc3 = (centred - p).norm(dim=1).mean()
+    nc3 = (centred - F.normalize(p - p.mean(0), dim=1)).norm(dim=1).mean()
     nc4 = 100 * ((z @ p.T).argmax(1) == torch.cdist(z, mu).argmin(1)).float().mean()
     return {"nc1": nc1.item(), "nc2": nc2.item(), "nc3": nc3.item(), "nc4": nc4.item()}
 
@@ -163,6 +166,8 @@ def load_data(c, device, data_dir=None):
     """The data of a run with settings `c`, all of it on the device."""
     data = load(c.dataset, data_dir or c.data_dir, tasks=c.tasks, image_size=c.image_size,
                 limit_per_class=c.limit_per_class, val_fraction=c.val_fraction, seed=c.seed)
+    if c.classes not in (None, data.names):
+        raise Problem(f"{data_dir or c.data_dir} has other classes than the run was trained on")
     moved = {name: value.to(device) for name, value in data._asdict().items()
              if isinstance(value, torch.Tensor)}
     colours = {name: torch.tensor(data.views[name], device=device) for name in ("mean", "std")}
@@ -174,7 +179,7 @@ def load_task(file, c, device):
     state, net = read(file, device, keys=("net", "prototypes", "buffer")), Encoder(c.width, c.dim)
     try:
         net.load_state_dict(state["net"])
-    except RuntimeError:
+    except (RuntimeError, TypeError, AttributeError):
         raise Problem(f"{file} is not of this run: its network is not of width {c.width} and "
                       f"dim {c.dim}") from None
     return state, net.to(device, memory_format=torch.channels_last)
@@ -201,12 +206,15 @@ def evaluate(run, *, epochs, lr, probe_samples, split, device, data_dir=None):
         state, net = load_task(file, c, device)
         tasks, prototypes = data.tasks[:t + 1], state["prototypes"]
         first, seen = tasks[-1][0], tasks[-1][-1] + 1
-        mine = (data.train_labels >= first) & (data.train_labels < seen)
+        mine = of_classes(data.train_labels, tasks[-1])
         task_images, task_labels = data.train_images[mine], data.train_labels[mine]
-        old = state["buffer"] if c.buffer else probe.state_dict()
-        covered.append([len(old["labels"].unique()), first])
-        train_images = torch.cat([task_images, old["images"].to(device)])
-        train_labels = torch.cat([task_labels, old["labels"].to(device)])
+        if c.buffer:
+            old_images, old_labels = state["buffer"]["images"], state["buffer"]["labels"]
+        else:
+            old_images, old_labels = probe.images, probe.labels
+        covered.append([len(old_labels.unique()), first])
+        train_images = torch.cat([task_images, old_images.to(device)])
+        train_labels = torch.cat([task_labels, old_labels.to(device)])
 
         features = torch.stack([encode(net, train_images, crop)[0] for _ in range(VIEWS)])
         weight, bias = linear_probe(features, train_labels, seen, epochs=epochs, lr=lr, seed=c.seed)
@@ -258,8 +266,10 @@ def print_results(run, r):
             print(f"  {'AA' if key == 'aa' else key:<14}"
                   + "".join(f"{cell:<{width + 2}}" for cell in cells))
     (known, old), nc = r["old_classes_covered"][-1], r["nc"]
-    print(f"\nneural collapse: NC1 {nc['nc1']:.3f}, NC2 {nc['nc2']:.3f}, NC3 {nc['nc3']:.3f}, "
-          f"NC4 {nc['nc4']:.1f} %\nthe last classifier had images of {known} of {old} old classes")
+    if nc["nc1"] is not None:
+        print("\nneural collapse: NC1 {nc1:.3f}, NC2 {nc2:.3f}, NC3 {nc3:.3f}, NC4 {nc4:.1f} %"
+              .format(**nc))
+    print(f"the last classifier had images of {known} of {old} old classes")
 
 
 def print_table(all_results, mean):
@@ -355,10 +365,11 @@ def plot(folder, all_results, embeddings):
         axis.scatter(*flat[:-K].T, s=6, c=[colours(k) for k in y[some].tolist()], linewidths=0)
         for k, point in enumerate(flat[-K:].tolist()):
             axis.scatter(*point, marker="*", s=160, color=colours(k), edgecolors="black",
-                         label=f"class {k}" if K <= 10 else None)
+                         label=f"class {k}")
         axis.set(xticks=[], yticks=[])
         axis.set_title(titles[run], fontsize=9)
-        axis.legend(fontsize=7, title="stars: prototypes", title_fontsize=7, markerscale=0.5)
+        if K <= 10:
+            axis.legend(fontsize=7, title="stars: prototypes", title_fontsize=7, markerscale=0.5)
     figure.suptitle("embeddings after the last task, t-SNE", fontsize=10)
     figure.savefig(folder / "embeddings.png", dpi=120)
     plt.close("all")
@@ -389,6 +400,8 @@ def pick_device(name):
     with contextlib.suppress(RuntimeError, AssertionError):     # unknown, or not in this torch
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if device.type in ("cpu", "cuda", "mps"):
             return device
     raise Problem(f"--device {name} is not to be had here: give auto, cpu, or a cuda or mps device "
@@ -396,12 +409,14 @@ def pick_device(name):
 
 
 def command(main):
-    """Run main(argv) as a program: a Problem ends it with one sentence and status 2."""
+    """Run main(argv) as a program: what the user can mend ends it with one sentence, status 2."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except Problem as problem:
+    except (Problem, OSError) as problem:
         print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def main(argv):

@@ -60,7 +60,7 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     (the asymmetric form), while all views stand in every D_i.
     """
     n = len(z)
-    keys = z if old_prototypes is None else torch.cat([z, old_prototypes.to(z.dtype)])  # (n+m, d)
+    keys = z if old_prototypes is None else torch.cat([z, old_prototypes])  # (n+m, d)
     logits = similarities(z, keys, tau).fill_diagonal_(SELF)                  # (n, n+m)
     log_D = logits.logsumexp(1)                                               # (n,)
     log_c = logits[:, :n] - log_D[:, None]                                    # (n, n)

@@ -64,4 +64,6 @@ class Encoder(nn.Module):
 
 def frozen_copy(net):
     """The teacher: a copy that no gradient reaches and whose BatchNorm statistics stay."""
-    return copy.deepcopy(net).eval().requires_grad_(False)
+    teacher = copy.deepcopy(net).eval().requires_grad_(False)
+    teacher.zero_grad(set_to_none=True)             # the copy has the last gradients too
+    return teacher

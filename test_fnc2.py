@@ -478,6 +478,8 @@ def test_neural_collapse_measures_vanish_at_collapse():
     p, y = simplex_etf(5, 8), torch.arange(50) % 5
     nc = evaluation.neural_collapse(p[y], y, p)
     assert max(nc["nc1"], nc["nc2"], nc["nc3"]) < 1e-3 and nc["nc4"] == 100
+    some = evaluation.neural_collapse(p[y[y < 3]], y[y < 3], p)      # three of the five classes seen
+    assert max(some["nc1"], some["nc2"], some["nc3"]) < 1e-3 and evaluation.neural_collapse(p[:1], y[:1], p)["nc2"] is None
     noisy = evaluation.neural_collapse(unit(50, 8, dtype=torch.float32), y, p)
     assert min(noisy["nc1"], noisy["nc2"], noisy["nc3"]) > 0.1 and noisy["nc4"] < 100
 
@@ -653,6 +655,9 @@ def test_init_ends_where_training_from_scratch_ends(here):
     status, printed, error = cli(train, "--init", "a", "--out", "b", "--stability", "ird", "--buffer", 5, "--epochs", 2, "--device", "cpu")
     assert status == 0 and "task 1/5" not in printed, error
     assert same_run("a-ird", "b")
+    Path("a").rename("moved")                                   # the new run does not need it any more
+    assert cli(train, "--resume", "--out", "b")[0] == 0 and cli(evaluation, "b", "--epochs", 1)[0] == 0
+    Path("moved").rename("a")
     status, _, error = cli(train, "--init", "a", "--out", "c", "--width", 9, "--device", "cpu")
     assert status == 2 and "--width 9, the run has 8" in error and not Path("c").exists()
     assert "--seed 4, the run has 0" in cli(train, "--init", "a", "--out", "c", "--seed", 4)[2]
@@ -674,6 +679,12 @@ def test_interrupted_by_ctrl_c_and_resumed_with_the_runs_own_settings(here, monk
         assert status == 2 and flag in error and f"the run has {has}" in error
     status, _, error = cli(train, "--out", "cut", *TINY)
     assert status == 2 and "holds a run already" in error and Path("cut/last.pt").read_bytes() == saved
+    Path("left").mkdir()
+    Path("left/last.pt").write_bytes(saved)                     # not taken for the new run's own
+    assert "holds a run already (last.pt)" in cli(train, "--out", "left", *TINY)[2]
+    flags = train.build_parser().parse_args(["--resume", "--out", "cut", "--save-every", "3"])
+    c = train.settings(flags, {"out": "cut", "save_every": 1, "device": "cpu"}, {"out", "save_every", "device"})
+    assert (c.device, c.save_every) == ("cpu", 3)               # kept unless said otherwise
     assert cli(train, "--resume", "--out", "cut", "--device", "cpu")[0] == 0
     assert same_run("whole", "cut") and len(open("cut/log.jsonl").readlines()) == 10
     assert cli(train, "--resume", "--out", "cut")[0] == 0 and same_run("whole", "cut")         # a finished run stays as it is

@@ -23,7 +23,8 @@ from types import SimpleNamespace
 import torch
 
 from buffer import ReservoirBuffer
-from data import DATASETS, Problem, augment, normalise, read, save, write
+from data import (DATASETS, Problem, augment, normalise, of_classes, read, save, split_tasks,
+                  write)
 from etf import simplex_etf
 from eval import (SAME_RESULT, accuracies, command, encode, load_data, load_task, number, open_run,
                   pick_device)
@@ -40,8 +41,8 @@ PRESETS = {
     "tinyimagenet": PAPER | dict(epochs=50, lr=0.1, dim=256, gamma=4.0, e0=20,
                                  kappa_past=0.1, kappa_current=0.1, zeta_past=0.1),
     "folder": PAPER | dict(gamma=4.0, zeta_past=0.1),
-    "shapes": PAPER | dict(epochs_first=40, epochs=12, batch_size=32, lr=0.01, dim=32, width=16,
-                           e0=4, image_size=16),
+    "shapes": PAPER | dict(epochs_first=50, epochs=20, batch_size=32, lr=0.01, dim=32, width=8,
+                           e0=6, image_size=16),
 }
 AFTER_TASK_1 = {"buffer", "stability", "stability_weight", "pseudo_replay", "epochs", "e0",
                 "kappa_past", "kappa_current", "zeta_past", "zeta_current"}    # no effect on task 1
@@ -51,8 +52,9 @@ AFTER_TASK_1 = {"buffer", "stability", "stability_weight", "pseudo_replay", "epo
 
 def build_parser():
     """All flags are None unless given, so that presets and saved settings fill only those."""
-    parser = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__[:88],
-                                     usage="python train.py [flags]  (--help lists them)")
+    parser = argparse.ArgumentParser(
+        prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0],
+        usage="python train.py [flags]  (--help lists them)")
 
     def flag(name, kind, text, metavar=None, dest=None):
         dest = dest or name[2:].replace("-", "_")
@@ -111,7 +113,7 @@ def settings(flags, saved=None, inherit=()):
     """All settings of a run: the flags, then what is `inherit`ed from a saved run, then presets."""
     given = {key: value for key, value in vars(flags).items() if value is not None}
     kept = {key: saved[key] for key in inherit if key in saved}
-    for key in kept.keys() & given.keys() - {"data_dir"}:
+    for key in kept.keys() & given.keys() - SAME_RESULT:
         if given[key] != kept[key]:
             name = "no-pseudo-replay" if key == "pseudo_replay" else key.replace("_", "-")
             value = "" if isinstance(given[key], bool) else f" {given[key]}"
@@ -123,7 +125,7 @@ def settings(flags, saved=None, inherit=()):
              image_size=DATASETS[name]["size"], limit_per_class=None, val_fraction=0.0,
              plasticity="fnc2", stability="hsd", pseudo_replay=True, stability_weight=1.0,
              prototypes=None, device="auto", amp=False, compile=False, resume=False, init=None,
-             save_every=1, profile=None)
+             save_every=1, profile=None, classes=None)
     c |= PRESETS[name] | given
     if "e0" not in given:                       # the preset's share of the epochs that there are
         c["e0"] = round(PRESETS[name]["e0"] * c["epochs"] / PRESETS[name]["epochs"])
@@ -135,8 +137,7 @@ def settings(flags, saved=None, inherit=()):
 def check(c, classes):
     """Settings that contradict each other or the number of classes."""
     count = c.prototypes or classes
-    if c.tasks and classes % c.tasks:
-        raise Problem(f"--tasks {c.tasks} does not divide the {classes} classes into equal tasks")
+    split_tasks(classes, c.tasks)
     if count < classes:
         raise Problem(f"--prototypes {count} are fewer than the {classes} classes")
     if c.dim < count - 1:
@@ -254,11 +255,11 @@ def make_prototypes(c, data, device):
 
 def make_task(data, t, buffer, prototypes):
     """Task t = 1..T: its images, the pool of them and the buffer's, its place in the classes."""
-    first, seen = data.tasks[t - 1][0], data.tasks[t - 1][-1] + 1
-    mine = (data.train_labels >= first) & (data.train_labels < seen)
+    classes = data.tasks[t - 1]
+    mine = of_classes(data.train_labels, classes)
     images, labels = data.train_images[mine], data.train_labels[mine]
-    return SimpleNamespace(
-        number=t, first=first, seen=seen, prototypes=prototypes, views=data.views,
+    return SimpleNamespace(                     # classes 0..first-1 are old, 0..seen-1 are seen
+        number=t, first=classes[0], seen=classes[-1] + 1, prototypes=prototypes, views=data.views,
         images=images, labels=labels,
         pool_images=torch.cat([images, buffer.images.to(images.device)]),
         pool_labels=torch.cat([labels, buffer.labels.to(images.device)]))
@@ -266,20 +267,22 @@ def make_task(data, t, buffer, prototypes):
 
 def train(c, data, device, out):
     """The task loop, from wherever the run in `out` stands."""
-    prototypes, net = make_prototypes(c, data, device), make_net(c, device)
     buffer = ReservoirBuffer(c.buffer, seed=seed_for(c.seed, "buffer"))
-    state = read(out / "last.pt", device, keys=("net",)) if (out / "last.pt").exists() else None
-    if state:
-        net.load_state_dict(state["net"])
+    state = None
+    if (out / "last.pt").exists():
+        state, net = load_task(out / "last.pt", c, device)
+        prototypes = state["prototypes"]
         buffer.load_state_dict(state["buffer"])
+    elif c.init:
+        first, net = load_task(Path(c.init) / "task1.pt", c, device)
+        prototypes = first["prototypes"]
+    else:
+        prototypes, net = make_prototypes(c, data, device), make_net(c, device)
     forward = torch.compile(net) if c.compile else net
     log = open_log(out, state)
     for t in range(state["task"] if state else 1, c.tasks + 1):
         task = make_task(data, t, buffer, prototypes)
-        epochs = c.epochs_first if t == 1 else c.epochs
-        if t == 1 and c.init:
-            net.load_state_dict(load_task(Path(c.init) / "task1.pt", c, device)[1].state_dict())
-            epochs = 0
+        epochs = c.epochs if t > 1 else 0 if c.init else c.epochs_first
         teacher = frozen_copy(net) if t > 1 and c.stability != "none" else None
         optimizer = make_optimizer(net, c)
         generator = torch.Generator().manual_seed(seed_for(c.seed, f"task {t}"))  # batches, views
@@ -349,7 +352,7 @@ def check_finite(entry, c, out):
         raise Problem(
             f"the loss is not finite in task {entry['task']}, epoch {entry['epoch']}: "
             f"{c.plasticity} {entry['plasticity']}, {c.stability} {entry['stability']}. "
-            f"{out}/last.pt is of the epoch before. A new run with a smaller --lr usually helps")
+            f"{out}/last.pt is of an earlier epoch. A new run with a smaller --lr usually helps")
 
 
 def warn_if_collapsed(entry, task, c):
@@ -430,7 +433,7 @@ def profile(c, data, device, steps):
         print(f"  {name:<18}{1000 * mean(times):9.1f} ms {2 * size / mean(times):10.1f} views/s")
     print(f"  {'ratio':<18}{mean(bare) / mean(full):9.3f}")
     print(f"  {'peak memory':<18}{peak_memory(device):9.2f} GB")
-    seconds = len(first.labels) // size * c.epochs_first * (
+    seconds = max(1, len(first.labels) // size) * c.epochs_first * (
         mean(full) - (mean(parts["teacher forward"]) if teacher else 0))
     seconds += len(task.pool_labels) // size * c.epochs * mean(full) * (c.tasks - 1)
     print(f"  all {c.tasks} tasks with these settings: about {seconds / 3600:.1f} hours")
@@ -440,7 +443,10 @@ def peak_memory(device):
     """Gigabytes, of the CUDA device or else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
-    import resource                                         # not on Windows
+    try:
+        import resource
+    except ImportError:                                     # Windows
+        return math.nan
     unit = 1e9 if sys.platform == "darwin" else 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
@@ -453,8 +459,8 @@ def main(argv):
     if flags.resume and flags.init:
         raise Problem(f"--init {c.init} starts a run, --resume goes on with one: give one of them")
     if flags.resume:
-        saved = vars(open_run(c.out)[0])
-        c = settings(flags, saved, saved.keys() - SAME_RESULT | {"init", "data_dir"})
+        saved = vars(open_run(c.out)[0]) | {"out": c.out}
+        c = settings(flags, saved, saved.keys() - {"resume", "profile"})
     elif flags.init:
         saved, finished = open_run(c.init)
         if not finished:
@@ -464,18 +470,28 @@ def main(argv):
     out, device = Path(c.out), pick_device(c.device)
     if out.exists() and not out.is_dir():
         raise Problem(f"--out {out} is a file, not a folder")
-    if (out / "config.json").exists() and not flags.resume and not c.profile:
-        raise Problem(f"{out} holds a run already: go on with --resume, or choose another --out")
+    held = [name for name in ("config.json", "last.pt", "task1.pt", "log.jsonl")
+            if (out / name).exists()]
+    if held and not flags.resume and not c.profile:
+        raise Problem(f"{out} holds a run already ({held[0]}): go on with --resume, or choose "
+                      "another --out")
     if c.amp and (device.type == "mps"
-                  or device.type == "cuda" and not torch.cuda.is_bf16_supported()):
+                  or device.type == "cuda" and not torch.cuda.is_bf16_supported(False)):
         raise Problem(f"--amp needs bfloat16, which {device} does not have: leave it out")
     if DATASETS[c.dataset]["classes"]:
         check(c, DATASETS[c.dataset]["classes"])
-    if c.init:
+    if c.init and not (out / "last.pt").exists():
         load_task(Path(c.init) / "task1.pt", c, "cpu")      # a bad one is found before all else
-    torch.set_float32_matmul_precision("high")              # TF32 where there is TF32
+    if c.compile:
+        try:
+            torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+        except Exception as error:                          # no compiler, mostly
+            raise Problem(f"--compile fails here ({type(error).__name__}): leave it out") from None
+    torch.backends.cudnn.allow_tf32 = True                  # for convolutions; matrix products, the
+    torch.set_float32_matmul_precision("highest")           # losses' too, stay in full float32
     data = load_data(c, device)
-    check(c, data.tasks[-1][-1] + 1)
+    c.classes = data.names
+    check(c, len(c.classes))
     if c.profile:
         return profile(c, data, device, c.profile)
 
@@ -485,6 +501,8 @@ def main(argv):
     go_on = f"python train.py --resume --out {out}"
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for stale in out.glob("*.tmp"):                     # of a run that was killed
+            stale.unlink()
         if not flags.resume:
             write(out / "config.json", json.dumps({
                 "settings": vars(c), "torch": torch.__version__, "device": str(device),

@@ -12,7 +12,7 @@ probe: linear evaluation on cached features, beside one that encodes fresh crops
 """
 
 import argparse
-import resource
+import resource                                 # not on Windows
 import statistics
 import subprocess
 import sys
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import eval as evaluation
 import train
 from buffer import ReservoirBuffer
-from data import augment, normalise
+from data import augment, normalise, of_classes
 from etf import simplex_etf
 from losses import fnc2_loss, hsd_loss
 from model import frozen_copy
@@ -146,9 +146,9 @@ def probe(run, epochs=100):
     g = torch.Generator().manual_seed(c.seed)
     old, T = ReservoirBuffer(200, seed=c.seed), len(finished)
     for classes in data.tasks[:T - 1]:
-        mine = (data.train_labels >= classes[0]) & (data.train_labels <= classes[-1])
+        mine = of_classes(data.train_labels, classes)
         old.add(data.train_images[mine], data.train_labels[mine])
-    mine = (data.train_labels >= data.tasks[T - 1][0]) & (data.train_labels <= data.tasks[T - 1][-1])
+    mine = of_classes(data.train_labels, data.tasks[T - 1])
     images = torch.cat([data.train_images[mine], old.images])
     labels = torch.cat([data.train_labels[mine], old.labels])
     seen, crop_only = data.tasks[T - 1][-1] + 1, dict(data.views, blur=0, jitter=0, grey=0)
