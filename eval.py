@@ -29,7 +29,9 @@ from buffer import ReservoirBuffer
 from data import Problem, augment, load, normalise, of_classes, read, save, write
 from model import Encoder
 
-VIEWS = 4                   # random crops of each training image whose features are cached
+# Random crops of each image whose features are cached. Classes are drawn equally often, so the few
+# old images are drawn far more often than the task's, and need more views not to be memorised.
+VIEWS, OLD_VIEWS = 4, 32
 READOUTS = {"linear": "linear classifier", "prototype": "nearest prototype"}
 KINDS = {"class_il": "Class-IL", "task_il": "Task-IL"}
 SAME_RESULT = {"device", "compile", "out", "resume", "init", "data_dir", "save_every", "profile"}
@@ -102,29 +104,27 @@ def encode(net, images, view, batch=500):
     return tuple(torch.cat(part) for part in zip(*parts))
 
 
-def linear_probe(features, labels, num_classes, *, epochs, lr, seed, batch=256):
-    """A linear classifier on cached features (V, n, F) of V views of n images: (C, F) and (C,).
+def linear_probe(features, labels, num_classes, *, draws, epochs, lr, seed, batch=256):
+    """A linear classifier on cached features (m, F) of views with labels (m,): (C, F) and (C,).
 
-    An epoch is n draws: a class, one of its images, one of that image's views. SGD with momentum
-    0.9, cosine to 0. Features are standardised, which is folded into the weights returned.
+    An epoch is that many draws of a class, then of one of its views. SGD with momentum 0.9, cosine
+    to 0. Features are standardised, which is folded into the weights returned.
     """
     g, device = torch.Generator().manual_seed(seed), features.device
-    mean, std = features.mean((0, 1)), features.std((0, 1)).clamp(min=1e-6)     # (F,)
+    mean, std = features.mean(0), features.std(0).clamp(min=1e-6)               # (F,)
     x = (features - mean) / std
-    V, n = x.shape[:2]
-    order = labels.argsort(stable=True).cpu()                                   # images by class
+    order = labels.argsort(stable=True).cpu()                                   # views by class
     count = torch.bincount(labels.cpu(), minlength=num_classes)
     start, present = count.cumsum(0) - count, count.nonzero().squeeze(1)        # some may be absent
-    weight = torch.zeros(num_classes, x.shape[2], device=device, requires_grad=True)
+    weight = torch.zeros(num_classes, x.shape[1], device=device, requires_grad=True)
     bias = torch.zeros(num_classes, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight, bias], lr=lr, momentum=0.9)
     for epoch in range(epochs):
         optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * epoch / epochs)) / 2
-        k = present[torch.randint(len(present), (n,), generator=g)]
-        index = order[start[k] + (torch.rand(n, generator=g) * count[k]).long()].to(device)
-        view = torch.randint(V, (n,), generator=g).to(device)
-        for i, v in zip(index.split(batch), view.split(batch)):
-            loss = F.cross_entropy(F.linear(x[v, i], weight, bias), labels[i])
+        k = present[torch.randint(len(present), (draws,), generator=g)]
+        index = order[start[k] + (torch.rand(draws, generator=g) * count[k]).long()].to(device)
+        for i in index.split(batch):
+            loss = F.cross_entropy(F.linear(x[i], weight, bias), labels[i])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -213,11 +213,12 @@ def evaluate(run, *, epochs, lr, probe_samples, split, device, data_dir=None):
         else:
             old_images, old_labels = probe.images, probe.labels
         covered.append([len(old_labels.unique()), first])
-        train_images = torch.cat([task_images, old_images.to(device)])
-        train_labels = torch.cat([task_labels, old_labels.to(device)])
-
-        features = torch.stack([encode(net, train_images, crop)[0] for _ in range(VIEWS)])
-        weight, bias = linear_probe(features, train_labels, seen, epochs=epochs, lr=lr, seed=c.seed)
+        views = [(task_images, task_labels)] * VIEWS
+        views += [(old_images, old_labels)] * (OLD_VIEWS if len(old_labels) else 0)
+        features = torch.cat([encode(net, x, crop)[0] for x, _ in views])
+        weight, bias = linear_probe(
+            features, torch.cat([y.to(device) for _, y in views]), seen, epochs=epochs, lr=lr,
+            draws=len(task_labels) + len(old_labels), seed=c.seed)
         classifier[f"task{t + 1}"] = {"weight": weight, "bias": bias}
         shown = labels < seen
         h, z = encode(net, images[shown], plain)
@@ -230,7 +231,7 @@ def evaluate(run, *, epochs, lr, probe_samples, split, device, data_dir=None):
     results = {name: {kind: summary(rows[name][kind]) for kind in KINDS} for name in READOUTS}
     results |= {"nc": neural_collapse(z, labels[shown], prototypes), "old_classes_covered": covered,
                 "tasks_finished": len(finished), "split": split, "epochs": epochs, "lr": lr,
-                "probe_samples": None if c.buffer else probe_samples, "views": VIEWS,
+                "probe_samples": None if c.buffer else probe_samples, "views": [VIEWS, OLD_VIEWS],
                 "settings": vars(c)}
     return results, (z.cpu(), labels[shown].cpu(), prototypes[:seen].cpu())
 

@@ -487,11 +487,12 @@ def test_neural_collapse_measures_vanish_at_collapse():
 def test_probe_is_linear_class_balanced_and_leaves_the_encoder_unchanged():
     torch.manual_seed(0)
     y = torch.tensor([0] * 400 + [1] * 10 + [2] * 10)           # as unbalanced as a task beside a small buffer
-    features = F.one_hot(y, 3).float() * 2 + torch.randn(2, 420, 3) + torch.tensor([50.0, 0, 0])
-    weight, bias = evaluation.linear_probe(features, y, 3, epochs=50, lr=0.1, seed=0)
-    right = F.linear(features[0], weight, bias).argmax(1) == y
+    features = F.one_hot(y, 3).float() * 2 + torch.randn(420, 3) + torch.tensor([50.0, 0, 0])
+    settings = dict(draws=420, epochs=50, lr=0.1, seed=0)
+    weight, bias = evaluation.linear_probe(features, y, 3, **settings)
+    right = F.linear(features, weight, bias).argmax(1) == y
     assert min(right[y == k].float().mean() for k in range(3)) > 0.7
-    assert torch.equal(weight, evaluation.linear_probe(features, y, 3, epochs=50, lr=0.1, seed=0)[0])
+    assert torch.equal(weight, evaluation.linear_probe(features, y, 3, **settings)[0])
     net = Encoder(2, 8).train()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     h, z = evaluation.encode(net, torch.zeros(7, 3, 8, 8, dtype=torch.uint8), lambda x: data.normalise(x, (0.5,) * 3, (0.2,) * 3), batch=3)

@@ -4,9 +4,9 @@
     python results/speed.py losses
     python results/speed.py probe RUN
 
-pipeline: training steps of task 2 on CIFAR-10, beside the usual contrastive pipeline: a DataLoader with
-    two workers and torchvision's PIL transforms, two views an image, contiguous memory, same network
-    and losses.
+pipeline: training steps of task 2 on CIFAR-10, beside the usual contrastive pipeline: a DataLoader
+    with two workers and torchvision's PIL transforms, two views an image, contiguous memory and the
+    same network and losses.
 losses: fnc2_loss + hsd_loss, forward and backward, beside a plain SupCon of one n x n log-softmax.
 probe: linear evaluation on cached features, beside one that encodes fresh crops in every epoch.
 """
@@ -141,35 +141,34 @@ def losses(peak=None):
 
 def probe(run, epochs=100):
     c, finished = evaluation.open_run(run)
-    data = evaluation.load_data(c, torch.device("cpu"))
+    data, T = evaluation.load_data(c, torch.device("cpu")), len(finished)
     _, net = evaluation.load_task(finished[-1], c, "cpu")
-    g = torch.Generator().manual_seed(c.seed)
-    old, T = ReservoirBuffer(200, seed=c.seed), len(finished)
-    for classes in data.tasks[:T - 1]:
+    old = ReservoirBuffer(200, seed=c.seed)
+    for classes in data.tasks[:T]:
         mine = of_classes(data.train_labels, classes)
-        old.add(data.train_images[mine], data.train_labels[mine])
-    mine = of_classes(data.train_labels, data.tasks[T - 1])
-    images = torch.cat([data.train_images[mine], old.images])
-    labels = torch.cat([data.train_labels[mine], old.labels])
-    seen, crop_only = data.tasks[T - 1][-1] + 1, dict(data.views, blur=0, jitter=0, grey=0)
+        images, labels = data.train_images[mine], data.train_labels[mine]
+        if classes != data.tasks[T - 1]:
+            old.add(images, labels)
+    seen, g = data.tasks[T - 1][-1] + 1, torch.Generator().manual_seed(c.seed)
     shown = data.test_labels < seen
     h, _ = evaluation.encode(net, data.test_images[shown],
                              lambda x: normalise(x, data.views["mean"], data.views["std"]))
-
-    def report(name, views, seconds, features):
-        weight, bias = evaluation.linear_probe(features, labels, seen, epochs=epochs, lr=0.1, seed=0)
-        class_il, task_il = evaluation.accuracies(F.linear(h, weight, bias), data.test_labels[shown],
-                                                  data.tasks[:T])
-        print(f"{name:<24}{views:>4} passes of the encoder  {seconds:7.1f} s  Class-IL AA "
-              f"{sum(class_il) / T:.2f}  Task-IL AA {sum(task_il) / T:.2f}", flush=True)
-
+    crop = lambda x: augment(x, g, **data.views | {"blur": 0}, jitter=0, grey=0)
     start = time.perf_counter()
-    crop = lambda x: augment(x, g, **crop_only)
-    many = torch.stack([evaluation.encode(net, images, crop)[0] for _ in range(epochs)])
-    every = (time.perf_counter() - start) / epochs
-    for views in (1, 2, 4, 8, 16):
-        report(f"cached, {views} views", views, every * views, many[:views])
-    report("new crops every epoch", epochs, every * epochs, many)       # 100 views, drawn at random
+    task_views = [evaluation.encode(net, images, crop)[0] for _ in range(epochs)]
+    old_views = [evaluation.encode(net, old.images, crop)[0] for _ in range(epochs)]
+    seconds = time.perf_counter() - start
+    total = epochs * (len(labels) + len(old))
+    for a, b in ((1, 1), (4, 4), (8, 8), (4, 16), (4, 32), (4, 64), (epochs, epochs)):
+        weight, bias = evaluation.linear_probe(
+            torch.cat(task_views[:a] + old_views[:b]), torch.cat([labels] * a + [old.labels] * b),
+            seen, draws=len(labels) + len(old), epochs=epochs, lr=0.1, seed=0)
+        scores = F.linear(h, weight, bias)
+        class_il, task_il = evaluation.accuracies(scores, data.test_labels[shown], data.tasks[:T])
+        passes = a * len(labels) + b * len(old)
+        print(f"{a:>3} views of the task's images, {b:>3} of the old ones: {passes:>7} encoded "
+              f"({100 * passes / total:5.1f} %, {seconds * passes / total:5.1f} s)  Class-IL AA "
+              f"{sum(class_il) / T:.2f}  Task-IL AA {sum(task_il) / T:.2f}", flush=True)
 
 
 if __name__ == "__main__":
