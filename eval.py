@@ -256,16 +256,15 @@ def print_results(run, r):
           f"seed {c['seed']}, {T} of {c['tasks']} tasks, {r['split']} images")
     width = max(6 * T, 10)
     for name, title in READOUTS.items():
-        print(f"\n{title + ', %':<22}" + "".join(f"{kind:<{width + 2}}" for kind in KINDS.values()))
+        print(f"\n{title + ', %':<22}{KINDS['class_il']:<{width + 2}}{KINDS['task_il']}")
         names = "".join(f"{f'T{i + 1}':>6}" for i in range(T))
         print(f"{'':16}{names:<{width + 2}}{names}")
         for t in range(T):
             rows = ("".join(f"{show(a):>6}" for a in r[name][kind]["matrix"][t]) for kind in KINDS)
-            print(f"  after task {t + 1:<3}" + "".join(f"{row:<{width + 2}}" for row in rows))
+            print(f"  after task {t + 1:<3}" + f"{next(rows):<{width + 2}}" + next(rows))
         for key in ("aa", "forgetting"):
             cells = (f"{show(r[name][kind][key]):>6}" for kind in KINDS)
-            print(f"  {'AA' if key == 'aa' else key:<14}"
-                  + "".join(f"{cell:<{width + 2}}" for cell in cells))
+            print(f"  {'AA' if key == 'aa' else key:<14}{next(cells):<{width + 2}}{next(cells)}")
     (known, old), nc = r["old_classes_covered"][-1], r["nc"]
     if nc["nc1"] is not None:
         print("\nneural collapse: NC1 {nc1:.3f}, NC2 {nc2:.3f}, NC3 {nc3:.3f}, NC4 {nc4:.1f} %"

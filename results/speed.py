@@ -12,9 +12,7 @@ probe: linear evaluation on cached features, beside one that encodes fresh crops
 """
 
 import argparse
-import resource                                 # not on Windows
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -110,33 +108,22 @@ def one_loss(name, z, z_past, p, labels, gamma):
                            zeta_current=0.2, zeta_past=0.01)
 
 
-def losses(peak=None):
-    """Times in this process; peak memory each in a process of its own."""
+def losses():
     names = ("plain SupCon", "fnc2 + hsd")
-    if peak:
-        name, n = names[int(peak[0])], int(peak[1])
-    for n in ([n] if peak else [1024, 4096]):
+    for n, gamma in ((1024, 1), (1024, 4), (4096, 1), (4096, 4)):
         g = torch.Generator().manual_seed(0)
         z, z_past = (F.normalize(torch.randn(n, 128, generator=g), dim=1) for _ in range(2))
         p, labels = simplex_etf(10, 128), torch.randint(2, 4, (n,), generator=g)
-        if peak:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            one_loss(name, z.requires_grad_(), z_past, p, labels, 1).backward()
-            extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            return print(f"{n} views, {name}: peak {extra / (n * n * 4 / 1024):.1f} n x n matrices")
-        for gamma in (1, 4):
-            times = {name: [] for name in names}
-            for _ in range(25 if n < 2000 else 7):
-                for name in names:
-                    w = z.clone().requires_grad_()
-                    start = time.perf_counter()
-                    one_loss(name, w, z_past, p, labels, gamma).backward()
-                    times[name].append(time.perf_counter() - start)
-            a, b = (1000 * statistics.median(times[name]) for name in names)
-            print(f"{n} views, gamma {gamma}: plain SupCon {a:.1f} ms, fnc2 + hsd {b:.1f} ms, "
-                  f"ratio {b / a:.2f}")
-        for k in "01":
-            subprocess.run([sys.executable, __file__, "losses", "--peak", k, str(n)], check=True)
+        times = {name: [] for name in names}
+        for _ in range(25 if n < 2000 else 7):
+            for name in names:
+                w = z.clone().requires_grad_()
+                start = time.perf_counter()
+                one_loss(name, w, z_past, p, labels, gamma).backward()
+                times[name].append(time.perf_counter() - start)
+        a, b = (1000 * statistics.median(times[name]) for name in names)
+        print(f"{n} views, gamma {gamma}: plain SupCon {a:.1f} ms, fnc2 + hsd {b:.1f} ms, "
+              f"ratio {b / a:.2f}")
 
 
 def probe(run, epochs=100):
@@ -178,11 +165,10 @@ if __name__ == "__main__":
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "pipeline":
         pipeline(args.data_dir, args.width, args.batch_size)
     elif args.what == "losses":
-        losses(args.peak)
+        losses()
     else:
         probe(args.run)
