@@ -422,6 +422,7 @@ def command(main):
 
 
 def main(argv):
+    """Evaluate the runs named, or the newest; print, write results.json, and draw if asked."""
     parser = argparse.ArgumentParser(
         prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
         description="Linear and nearest-prototype evaluation of runs of train.py.")

@@ -779,9 +779,6 @@ def test_foreign_and_malicious_files_are_refused_and_run_nothing(here):
 
 
 def test_trouble_while_training_is_told(here, monkeypatch):
-    status, _, error = cli(train, "--out", "hot", *TINY, "--lr", 1000, "--epochs-first", 30)
-    if status:                                                  # diverged: told, and nothing half-written
-        assert status == 2 and "not finite in task 1" in error and "fnc2 nan" in error and "--lr" in error
     monkeypatch.setattr(train, "fnc2_loss", lambda z, *a, **k: z.sum() * math.nan)
     status, _, error = cli(train, "--out", "nan", *TINY)
     assert status == 2 and "not finite in task 1, epoch 1: fnc2 nan, hsd 0.0" in error and not Path("nan/last.pt").exists()

@@ -454,6 +454,7 @@ def peak_memory(device):
 # ------------------------------------------------------------------------ command line
 
 def main(argv):
+    """Settle the settings, find what is wrong before anything is made, then train or profile."""
     flags = build_parser().parse_args(argv)
     c = settings(flags)
     if flags.resume and flags.init:
