@@ -12,7 +12,6 @@ size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 
 """
 
 import torch
-import torch.nn.functional as F
 
 SELF = -1e9     # in place of z_i.z_i: no weight in a softmax and, unlike -inf, 0 * SELF is not nan
 

@@ -23,8 +23,7 @@ from types import SimpleNamespace
 import torch
 
 from buffer import ReservoirBuffer
-from data import (DATASETS, Problem, augment, normalise, of_classes, read, save, split_tasks,
-                  write)
+from data import DATASETS, Problem, augment, normalise, of_classes, save, split_tasks, write
 from etf import simplex_etf
 from eval import (SAME_RESULT, accuracies, command, encode, load_data, load_task, number, open_run,
                   pick_device)
@@ -72,7 +71,7 @@ def build_parser():
     flag("--data-dir", str, "where datasets are, or are downloaded to (data)", "DIR")
     flag("--tasks", count, "number of tasks (the dataset's own); 1 is joint training")
     flag("--buffer", number(int, 0, 10**7), "images kept of old tasks; paper: 0, 200, 500 (0)")
-    flag("--image-size", number(int, 4, 1024), "resize all images, once (the dataset's own)")
+    flag("--image-size", number(int, 4, 1024), "resize images, once (the dataset's; shapes: 16)")
     flag("--limit-per-class", count, "use the first N training images of each class")
     flag("--val-fraction", number(float, 0, 0.9), "hold out for eval.py --split val (0)", "F")
     group = parser.add_argument_group("method; the paper's values are the presets")
@@ -409,7 +408,7 @@ def profile(c, data, device, steps):
     images, labels = task.pool_images[:size], task.pool_labels[:size]
     ready = torch.cat([augment(images, generator, **task.views) for _ in range(2)])
     parts, full, bare, warm = {}, [], [], 2
-    for step in range(warm + steps):
+    for _ in range(warm + steps):
         begin = last = now()
         train_step(images, labels, task, forward, teacher, optimizer, c, generator, 0.5, tick)
         full.append(now() - begin)
