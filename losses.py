@@ -13,7 +13,8 @@ size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 
 
 import torch
 
-SELF = -1e9     # in place of z_i.z_i: no weight in a softmax and, unlike -inf, 0 * SELF is not nan
+SELF = -1e9     # in place of z_i.z_i: its softmax is 0, its gradient too, and 0 * SELF is not nan
+BLOCK = 2**18   # similarities looked at together (1 MB in float32): they stay in a CPU's cache
 
 
 def similarities(a, b, temperature):
@@ -23,27 +24,58 @@ def similarities(a, b, temperature):
         return (a.to(dtype) / temperature) @ b.to(dtype).T
 
 
-def positives(labels):
-    """P(i) of Eq. 4 as a 0/1 matrix (n, n): same label, not the view itself."""
-    return (labels[:, None] == labels).float().fill_diagonal_(0)
+def without_self(logits, rows):
+    """Take the views themselves out of their rows: (b, >= n) logits of the views in `rows`."""
+    logits.detach().diagonal(rows.start).fill_(SELF)        # detached: nothing flows there anyway
+    return logits
+
+
+def positives(labels, rows):
+    """P(i) of Eq. 4 as a 0/1 matrix (b, n) for the b views in `rows`: same label, not itself."""
+    positive = (labels[rows, None] == labels).float()
+    positive.diagonal(rows.start).fill_(0)
+    return positive
+
+
+class SumOverRows(torch.autograd.Function):
+    """Sum of loss_i over views: sum_over_rows(loss_of, z, ...) with loss_of(rows, z, ...) -> (b,).
+
+    loss_i needs row i of the (n, n) similarities, not all n of them. So a block of rows is taken at
+    a time, and its gradient at once: no n x n matrix is ever held, and what is held stays in cache.
+    """
+
+    @staticmethod
+    def forward(ctx, loss_of, *tensors):
+        tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wanted = [t for t in tensors if t.requires_grad]
+        gradients, total, n = [torch.zeros_like(t) for t in wanted], 0, len(tensors[0])
+        for start in range(0, n, max(1, BLOCK // n)):
+            rows = slice(start, min(n, start + max(1, BLOCK // n)))
+            with torch.set_grad_enabled(bool(wanted)):
+                loss = loss_of(rows, *tensors).sum()
+            for sofar, new in zip(gradients, torch.autograd.grad(loss, wanted) if wanted else ()):
+                sofar += new
+            total = total + loss.detach()
+        ctx.save_for_backward(*(gradients.pop(0) if t.requires_grad else None for t in tensors))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        return None, *(None if g is None else g * upstream for g in ctx.saved_tensors)
+
+
+sum_over_rows = SumOverRows.apply
 
 
 def focal(log_p, gamma):
-    """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss.
-
-    r_i of Eq. 9 is no probability: its numerator is not in its denominator, so it can exceed 1 in
-    small batches. There 1 - p is clamped at 0: the view has reached its prototype.
-    """
+    """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss."""
     if gamma == 0:
         return log_p
-    log_p = log_p.clamp(max=0)
-    hardness = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).eps) # x^0.5: no slope at 0
-    return hardness ** gamma * log_p
-
-
-def mean_over(loss, counts):
-    """Mean of loss (n,) over the views that count, (n,) bool; 0 if none does."""
-    return (loss * counts).sum() / counts.sum().clamp(min=1)
+    hardness = 1 - log_p.exp()
+    if gamma != 1:                                          # x^0.5 has no slope at 0
+        hardness = hardness.clamp(min=torch.finfo(log_p.dtype).eps) ** gamma
+    return hardness * log_p
 
 
 def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, gamma):
@@ -57,18 +89,26 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     old_prototypes (m, d): P_1:t-1, the pseudo-replay; None in the first task, or to leave it out.
     anchors (n,) bool, None = all: with a replay buffer only views of the current task are anchors
     (the asymmetric form), while all views stand in every D_i.
+    r_i is no probability: its numerator is not in D_i, so it can exceed 1 in small batches. There
+    1 - r_i is clamped at 0: the view has reached its prototype.
     """
     n = len(z)
-    keys = z if old_prototypes is None else torch.cat([z, old_prototypes])  # (n+m, d)
-    logits = similarities(z, keys, tau).fill_diagonal_(SELF)                  # (n, n+m)
-    log_D = logits.logsumexp(1)                                               # (n,)
-    log_c = logits[:, :n] - log_D[:, None]                                    # (n, n)
-    log_r = (z * prototypes[labels]).sum(1).to(log_D.dtype) / tau - log_D     # (n,)
+    old = prototypes[:0] if old_prototypes is None else old_prototypes          # (m, d)
+    anchors = torch.ones_like(labels) if anchors is None else anchors           # (n,)
 
-    positive = positives(labels)                                              # (n, n)
-    terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)     # (n,)
-    loss = -terms / (positive.sum(1) + 1)
-    return mean_over(loss, torch.ones_like(labels) if anchors is None else anchors)
+    def loss_of(rows, z, prototypes, old):
+        logits = similarities(z[rows], torch.cat([z, old]), tau)                # (b, n+m)
+        log_D = without_self(logits, rows).logsumexp(1)                         # (b,)
+        log_c = logits[:, :n] - log_D[:, None]                                  # (b, n)
+        own = (z[rows] * prototypes[labels[rows]]).sum(1).to(log_D.dtype) / tau
+        log_r = own - log_D                                                     # (b,)
+        log_r = log_r.clamp(max=0) if gamma else log_r
+
+        positive = positives(labels, rows)                                      # (b, n)
+        terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)   # (b,)
+        return -terms / (positive.sum(1) + 1) * anchors[rows]
+
+    return sum_over_rows(loss_of, z, prototypes, old) / anchors.sum().clamp(min=1)
 
 
 def supcon_loss(z, labels, anchors=None, *, tau):
@@ -78,11 +118,15 @@ def supcon_loss(z, labels, anchors=None, *, tau):
 
     A mean over the anchors (n,) bool (None = all) that have a positive.
     """
-    log_c = similarities(z, z, tau).fill_diagonal_(SELF).log_softmax(1)       # (n, n)
-    positive = positives(labels)                                              # (n, n)
-    count = positive.sum(1)                                                   # (n,)  |P(i)|
-    loss = -(log_c * positive).sum(1) / count.clamp(min=1)
-    return mean_over(loss, count > 0 if anchors is None else anchors & (count > 0))
+    count = (labels[:, None] == labels).sum(1) - 1                              # (n,)  |P(i)|
+    counts = count > 0 if anchors is None else anchors & (count > 0)            # (n,)
+
+    def loss_of(rows, z):
+        log_c = without_self(similarities(z[rows], z, tau), rows).log_softmax(1)    # (b, n)
+        mean = (log_c * positives(labels, rows)).sum(1) / count[rows].clamp(min=1)
+        return -mean * counts[rows]                                             # (b,)
+
+    return sum_over_rows(loss_of, z) / counts.sum().clamp(min=1)
 
 
 def ird_loss(z, z_past, *, kappa_current, kappa_past):
@@ -90,9 +134,14 @@ def ird_loss(z, z_past, *, kappa_current, kappa_past):
 
         o_ij = softmax over j != i of z_i.z_j/kappa;  loss_i = - sum_j o_ij(past) log o_ij(current)
     """
-    past = similarities(z_past, z_past, kappa_past).fill_diagonal_(SELF)      # (n, n)
-    current = similarities(z, z, kappa_current).fill_diagonal_(SELF)          # (n, n)
-    return -(past.softmax(1).detach() * current.log_softmax(1)).sum(1).mean()
+    z_past = z_past.detach()
+
+    def loss_of(rows, z):
+        past = without_self(similarities(z_past[rows], z_past, kappa_past), rows)   # (b, n)
+        current = without_self(similarities(z[rows], z, kappa_current), rows)       # (b, n)
+        return -(past.softmax(1) * current.log_softmax(1)).sum(1)                   # (b,)
+
+    return sum_over_rows(loss_of, z) / len(z)
 
 
 def sprd_loss(z, z_past, prototypes, *, zeta_current, zeta_past):
