@@ -14,7 +14,7 @@ size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 
 import torch
 
 SELF = -1e9     # in place of z_i.z_i: its softmax is 0, its gradient too, and 0 * SELF is not nan
-BLOCK = 2**18   # similarities looked at together (1 MB in float32): they stay in a CPU's cache
+BLOCK = 2**18   # similarities held at a time: 1 MB of float32, a CPU's cache; 64 times that on GPUs
 
 
 def similarities(a, b, temperature):
@@ -41,22 +41,26 @@ class SumOverRows(torch.autograd.Function):
     """Sum of loss_i over views: sum_over_rows(loss_of, z, ...) with loss_of(rows, z, ...) -> (b,).
 
     loss_i needs row i of the (n, n) similarities, not all n of them. So a block of rows is taken at
-    a time, and its gradient at once: no n x n matrix is ever held, and what is held stays in cache.
+    a time, and its gradient at once: the (n, n) floats are never held, and a block stays in cache.
+    forward finds the gradient too and backward only scales it: there is no second derivative.
     """
 
     @staticmethod
     def forward(ctx, loss_of, *tensors):
-        tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        wanted = [t for t in tensors if t.requires_grad]
-        gradients, total, n = [torch.zeros_like(t) for t in wanted], 0, len(tensors[0])
-        for start in range(0, n, max(1, BLOCK // n)):
-            rows = slice(start, min(n, start + max(1, BLOCK // n)))
-            with torch.set_grad_enabled(bool(wanted)):
-                loss = loss_of(rows, *tensors).sum()
-            for sofar, new in zip(gradients, torch.autograd.grad(loss, wanted) if wanted else ()):
-                sofar += new
+        wide = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
+        leaves = [t.detach().to(w).requires_grad_(t.requires_grad) for t, w in zip(tensors, wide)]
+        wanted, n, device = [t for t in leaves if t.requires_grad], len(leaves[0]), leaves[0].device
+        total, gradients = 0, [torch.zeros_like(t) for t in wanted]
+        size = max(1, (BLOCK if device.type == "cpu" else 64 * BLOCK) // n)
+        for start in range(0, n, size):
+            rows = slice(start, min(n, start + size))
+            with torch.set_grad_enabled(bool(wanted)), torch.autocast(device.type, enabled=False):
+                loss = loss_of(rows, *leaves).sum()
+                new = torch.autograd.grad(loss, wanted) if wanted else []
             total = total + loss.detach()
-        ctx.save_for_backward(*(gradients.pop(0) if t.requires_grad else None for t in tensors))
+            for sofar, part in zip(gradients, new):
+                sofar += part
+        ctx.save_for_backward(*(gradients.pop(0) if t.requires_grad else None for t in leaves))
         return total
 
     @staticmethod
@@ -93,22 +97,22 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     1 - r_i is clamped at 0: the view has reached its prototype.
     """
     n = len(z)
-    old = prototypes[:0] if old_prototypes is None else old_prototypes          # (m, d)
+    keys = z if old_prototypes is None else torch.cat([z, old_prototypes])      # (n+m, d)
+    own = (z * prototypes[labels]).sum(1)                                       # (n,)  z_i.p_yi
     anchors = torch.ones_like(labels) if anchors is None else anchors           # (n,)
 
-    def loss_of(rows, z, prototypes, old):
-        logits = similarities(z[rows], torch.cat([z, old]), tau)                # (b, n+m)
-        log_D = without_self(logits, rows).logsumexp(1)                         # (b,)
+    def loss_of(rows, own, keys):
+        logits = without_self(similarities(keys[rows], keys, tau), rows)        # (b, n+m)
+        log_D = logits.logsumexp(1)                                             # (b,)
         log_c = logits[:, :n] - log_D[:, None]                                  # (b, n)
-        own = (z[rows] * prototypes[labels[rows]]).sum(1).to(log_D.dtype) / tau
-        log_r = own - log_D                                                     # (b,)
+        log_r = own[rows] / tau - log_D                                         # (b,)
         log_r = log_r.clamp(max=0) if gamma else log_r
 
         positive = positives(labels, rows)                                      # (b, n)
         terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)   # (b,)
         return -terms / (positive.sum(1) + 1) * anchors[rows]
 
-    return sum_over_rows(loss_of, z, prototypes, old) / anchors.sum().clamp(min=1)
+    return sum_over_rows(loss_of, own, keys) / anchors.sum().clamp(min=1)
 
 
 def supcon_loss(z, labels, anchors=None, *, tau):
@@ -166,6 +170,8 @@ def hsd_loss(z, z_past, prototypes, alpha, *, kappa_current, kappa_past, zeta_cu
 
     alpha = 0 is IRD alone (Co2L's distillation), alpha = 1 is S-PRD alone.
     """
-    ird = ird_loss(z, z_past, kappa_current=kappa_current, kappa_past=kappa_past)
     sprd = sprd_loss(z, z_past, prototypes, zeta_current=zeta_current, zeta_past=zeta_past)
+    if alpha == 1:
+        return sprd
+    ird = ird_loss(z, z_past, kappa_current=kappa_current, kappa_past=kappa_past)
     return (1 - alpha) * ird + alpha * sprd

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 import data
 import eval as evaluation
+import losses
 import train
 from buffer import ReservoirBuffer
 from etf import simplex_etf
@@ -192,6 +193,29 @@ def test_no_gradient_to_teacher_or_prototypes():
     assert all(map(torch.equal, before, teacher.state_dict().values())) and net.training
 
 
+def test_blocks_of_rows_change_nothing_but_memory(monkeypatch):
+    z_past, p, y, n = unit(40, 6, 1), simplex_etf(4, 6).double(), torch.arange(40) % 4, 40
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and out.is_floating_point():
+                self.entries = max(getattr(self, "entries", 0), out.numel())
+            return out
+    results = []
+    for block in (2**18, 7 * n, 1):                             # one block; 7 rows at a time, 5 in the last; row by row
+        monkeypatch.setattr(losses, "BLOCK", block)
+        z, prototypes = unit(n, 6).requires_grad_(), p.clone().requires_grad_()     # learnable prototypes would learn
+        with Largest() as largest:
+            values = torch.stack(all_losses(z, z_past, y, prototypes))
+            (values * torch.tensor([1.0, 2, 3])).sum().backward()
+        results.append((values.detach(), z.grad, prototypes.grad))
+        assert prototypes.grad.abs().sum() > 0 and largest.entries <= max(min(block, n * n) * 1.1, n * 6 * 2), block
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-15) for a, b in zip(results[0], other))
+    with torch.no_grad():
+        assert torch.allclose(torch.stack(all_losses(unit(n, 6), z_past, y, p)), results[0][0], rtol=1e-12)
+
+
 def test_losses_do_not_depend_on_batch_order_or_a_joint_rotation():
     z, z_past, p, y = unit(12, 6), unit(12, 6, 1), simplex_etf(4, 6).double(), torch.arange(12) % 4
     mixed, rotation = torch.randperm(12), torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
@@ -228,11 +252,14 @@ def test_losses_and_gradients_stay_finite_at_extremes(case, gamma):
 
 
 def test_similarities_are_float32_under_autocast():
-    z, z_past, p = unit(16, 8, dtype=torch.float32), unit(16, 8, 1, dtype=torch.float32), simplex_etf(4, 8)
-    plain = all_losses(z, z_past, torch.arange(16) % 4, p, kappa=0.01, kappa_past=0.01)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = all_losses(z, z_past, torch.arange(16) % 4, p, kappa=0.01, kappa_past=0.01)
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast))
+    z_past, p, results = unit(16, 8, 1, dtype=torch.float32), simplex_etf(4, 8), []
+    for autocast in (False, True):
+        z = unit(16, 8, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            values = all_losses(z, z_past, torch.arange(16) % 4, p, kappa=0.01, kappa_past=0.01)
+        sum(values).backward()
+        results.append((*values, z.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))     # the gradients too
 
 
 # ---------------------------------------------------------------------------- network, buffer

@@ -8,7 +8,7 @@ pipeline: training steps of task 2 on CIFAR-10, beside the usual contrastive pip
     with two workers and torchvision's PIL transforms, two views an image, contiguous memory and the
     same network and losses.
 losses: fnc2_loss + hsd_loss, forward and backward, beside a plain SupCon of one n x n log-softmax.
-probe: linear evaluation on cached features, beside one that encodes fresh crops in every epoch.
+probe: linear evaluation of all tasks on cached features, beside new crops in every epoch.
 """
 
 import argparse
@@ -108,54 +108,77 @@ def one_loss(name, z, z_past, p, labels, gamma):
                            zeta_current=0.2, zeta_past=0.01)
 
 
+def peak_matrices(n, work):
+    """The most memory that `work` holds at a time, in n x n float32 matrices (Linux)."""
+    status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status")
+                              if line.startswith(key))
+    Path("/proc/self/clear_refs").write_text("5")               # forget the peak so far
+    before = status("VmRSS")
+    work()
+    return (status("VmHWM") - before) * 1024 / (4 * n * n)
+
+
 def losses():
     names = ("plain SupCon", "fnc2 + hsd")
     for n, gamma in ((1024, 1), (1024, 4), (4096, 1), (4096, 4)):
         g = torch.Generator().manual_seed(0)
         z, z_past = (F.normalize(torch.randn(n, 128, generator=g), dim=1) for _ in range(2))
         p, labels = simplex_etf(10, 128), torch.randint(2, 4, (n,), generator=g)
-        times = {name: [] for name in names}
+        times, memory = {name: [] for name in names}, {}
         for _ in range(25 if n < 2000 else 7):
             for name in names:
                 w = z.clone().requires_grad_()
                 start = time.perf_counter()
                 one_loss(name, w, z_past, p, labels, gamma).backward()
                 times[name].append(time.perf_counter() - start)
+        for name in names:
+            w = z.clone().requires_grad_()
+            memory[name] = peak_matrices(
+                n, lambda: one_loss(name, w, z_past, p, labels, gamma).backward())
         a, b = (1000 * statistics.median(times[name]) for name in names)
-        print(f"{n} views, gamma {gamma}: plain SupCon {a:.1f} ms, fnc2 + hsd {b:.1f} ms, "
-              f"ratio {b / a:.2f}")
+        print(f"{n} views, gamma {gamma}: plain SupCon {a:.1f} ms, fnc2 + hsd {b:.1f} ms, ratio "
+              f"{b / a:.2f}; peak memory {memory[names[0]]:.1f} and {memory[names[1]]:.1f} n x n")
 
 
 def probe(run, epochs=100):
+    """All tasks of a run; (epochs, epochs) views of each image are new crops in every epoch."""
     c, finished = evaluation.open_run(run)
-    data, T = evaluation.load_data(c, torch.device("cpu")), len(finished)
-    _, net = evaluation.load_task(finished[-1], c, "cpu")
-    old = ReservoirBuffer(200, seed=c.seed)
-    for classes in data.tasks[:T]:
-        mine = of_classes(data.train_labels, classes)
-        images, labels = data.train_images[mine], data.train_labels[mine]
-        if classes != data.tasks[T - 1]:
-            old.add(images, labels)
-    seen, g = data.tasks[T - 1][-1] + 1, torch.Generator().manual_seed(c.seed)
-    shown = data.test_labels < seen
-    h, _ = evaluation.encode(net, data.test_images[shown],
-                             lambda x: normalise(x, data.views["mean"], data.views["std"]))
+    data, g = evaluation.load_data(c, torch.device("cpu")), torch.Generator().manual_seed(c.seed)
     crop = lambda x: augment(x, g, **data.views | {"blur": 0}, jitter=0, grey=0)
-    start = time.perf_counter()
-    task_views = [evaluation.encode(net, images, crop)[0] for _ in range(epochs)]
-    old_views = [evaluation.encode(net, old.images, crop)[0] for _ in range(epochs)]
-    seconds = time.perf_counter() - start
-    total = epochs * (len(labels) + len(old))
-    for a, b in ((1, 1), (4, 4), (8, 8), (4, 16), (4, 32), (4, 64), (epochs, epochs)):
-        weight, bias = evaluation.linear_probe(
-            torch.cat(task_views[:a] + old_views[:b]), torch.cat([labels] * a + [old.labels] * b),
-            seen, draws=len(labels) + len(old), epochs=epochs, lr=0.1, seed=0)
-        scores = F.linear(h, weight, bias)
-        class_il, task_il = evaluation.accuracies(scores, data.test_labels[shown], data.tasks[:T])
-        passes = a * len(labels) + b * len(old)
-        print(f"{a:>3} views of the task's images, {b:>3} of the old ones: {passes:>7} encoded "
-              f"({100 * passes / total:5.1f} %, {seconds * passes / total:5.1f} s)  Class-IL AA "
-              f"{sum(class_il) / T:.2f}  Task-IL AA {sum(task_il) / T:.2f}", flush=True)
+    plain = lambda x: normalise(x, data.views["mean"], data.views["std"])
+    old, variants = ReservoirBuffer(200, seed=c.seed), [(1, 1), (4, 4), (8, 8), (4, 32), (100, 100)]
+    encoded, seconds = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0.0)
+
+    def views(images):                                          # features and seconds, a view each
+        parts, times = [], []
+        for _ in range(epochs):
+            start = time.perf_counter()
+            parts += [evaluation.encode(net, images, crop)[0]] if len(images) else []
+            times.append(time.perf_counter() - start)
+        return parts, times
+
+    for t, file in enumerate(finished):
+        _, net = evaluation.load_task(file, c, "cpu")
+        mine = of_classes(data.train_labels, data.tasks[t])
+        images, labels = data.train_images[mine], data.train_labels[mine]
+        seen = data.tasks[t][-1] + 1
+        shown = data.test_labels < seen
+        h, _ = evaluation.encode(net, data.test_images[shown], plain)
+        (new, new_times), (few, few_times) = views(images), views(old.images)
+        for a, b in variants:
+            start = time.perf_counter()
+            weight, bias = evaluation.linear_probe(
+                torch.cat(new[:a] + few[:b]), torch.cat([labels] * a + [old.labels] * b), seen,
+                draws=len(labels) + len(old), epochs=epochs, lr=0.1, seed=0)
+            seconds[a, b] += time.perf_counter() - start + sum(new_times[:a]) + sum(few_times[:b])
+            encoded[a, b] += a * len(labels) + b * len(old)
+            if t == len(finished) - 1:
+                rows = evaluation.accuracies(F.linear(h, weight, bias), data.test_labels[shown],
+                                             data.tasks[:t + 1])
+                print(f"{a:>3} views of new images, {b:>3} of old ones: {encoded[a, b]:>8} encoded,"
+                      f" {seconds[a, b]:6.1f} s in all; last task: Class-IL AA "
+                      f"{sum(rows[0]) / (t + 1):.2f}  Task-IL AA {sum(rows[1]) / (t + 1):.2f}")
+        old.add(images, labels)
 
 
 if __name__ == "__main__":
