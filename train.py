@@ -1,10 +1,11 @@
-"""Stage 1: learn a sequence of tasks with L = L_FNC2 + L_HSD (Eq. 6), one after the other.
+"""Stage 1: learn tasks one after the other with L = w L_FNC2 + L_HSD (Eq. 6, where w = 1).
 
     python train.py                                  # drawn shapes, minutes on a laptop, no files
     python train.py --dataset cifar10 --buffer 0     # the paper's headline run (a GPU and hours)
     python train.py --dataset cifar10 --plasticity supcon --stability ird      # Co2L
 
-What the flags leave unset is filled by the dataset's preset below. A run folder holds config.json,
+What the flags leave unset is filled by the dataset's preset below; w is --plasticity-weight, see D9
+in the README. A run folder holds config.json,
 log.jsonl (a line per epoch), task<t>.pt (network, prototypes, the buffer that task t trained with)
 and last.pt (all that --resume needs to go on). `python eval.py RUN` evaluates it.
 """
@@ -23,7 +24,7 @@ from types import SimpleNamespace
 import torch
 
 from buffer import ReservoirBuffer
-from data import DATASETS, Problem, augment, normalise, of_classes, save, split_tasks, write
+from data import DATASETS, Problem, augment, normalise, of_classes, read, save, split_tasks, write
 from etf import simplex_etf
 from eval import (SAME_RESULT, accuracies, command, encode, load_data, load_task, number, open_run,
                   pick_device)
@@ -99,7 +100,7 @@ def build_parser():
     group = parser.add_argument_group("running")
     flag("--device", str, "auto, cpu, cuda, cuda:1, mps (auto)", "NAME")
     flag("--amp", True, "bfloat16 autocast around the encoder")
-    flag("--compile", True, "torch.compile the encoder")
+    flag("--compile", True, "torch.compile the encoder, teacher included")
     flag("--out", str, "run folder (runs/<dataset>-buffer<N>-seed<S>)", "RUN")
     flag("--resume", True, "go on with the run in --out, with its settings")
     flag("--init", str, "take task 1 and its settings from this run, start at task 2", "RUN")
@@ -178,7 +179,7 @@ def train_step(images, labels, task, net, teacher, optimizer, c, generator, alph
     with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
         z = net(x)                                                               # (2N, d)
         tick("student forward")
-        if teacher:
+        if teacher is not None:
             with torch.no_grad():
                 z_past = teacher(x)                                              # (2N, d)
             tick("teacher forward")
@@ -192,7 +193,7 @@ def train_step(images, labels, task, net, teacher, optimizer, c, generator, alph
     else:
         plasticity = supcon_loss(z, y, current, tau=c.tau)
     stability = torch.zeros_like(plasticity)
-    if teacher:
+    if teacher is not None:
         stability = hsd_loss(z, z_past, task.prototypes[:task.seen], alpha,      # P_1:t
                              kappa_current=c.kappa_current, kappa_past=c.kappa_past,
                              zeta_current=c.zeta_current, zeta_past=c.zeta_past)
@@ -277,12 +278,18 @@ def train(c, data, device, out):
         prototypes = first["prototypes"]
     else:
         prototypes, net = make_prototypes(c, data, device), make_net(c, device)
-    forward = torch.compile(net) if c.compile else net
+    compiled = torch.compile if c.compile else lambda module: module
+    forward = compiled(net)
     log = open_log(out, state)
     for t in range(state["task"] if state else 1, c.tasks + 1):
         task = make_task(data, t, buffer, prototypes)
         epochs = c.epochs if t > 1 else 0 if c.init else c.epochs_first
-        teacher = frozen_copy(net) if t > 1 and c.stability != "none" else None
+        teacher = None
+        if t > 1 and c.stability != "none":
+            teacher = frozen_copy(net)
+            if state:                           # net is already further than the teacher
+                teacher.load_state_dict(read(out / f"task{t - 1}.pt", device, ["net"])["net"])
+            teacher = compiled(teacher)         # compiled once: the next ones have the same shapes
         optimizer = make_optimizer(net, c)
         generator = torch.Generator().manual_seed(seed_for(c.seed, f"task {t}"))  # batches, views
         done, entry = 0, None
@@ -290,8 +297,6 @@ def train(c, data, device, out):
             done, entry = state["epoch"], state["entry"]
             optimizer.load_state_dict(state["optimizer"])
             generator.set_state(state["generator"].cpu())
-            if teacher:
-                teacher.load_state_dict(state["teacher"])
             state = None
         net.train()
         for epoch in range(done + 1, epochs + 1):
@@ -303,9 +308,9 @@ def train(c, data, device, out):
             if epoch % c.save_every == 0 or epoch == epochs:
                 save(out / "last.pt", {
                     "settings": vars(c), "task": t, "epoch": epoch, "entry": entry,
-                    "net": net.state_dict(), "teacher": teacher.state_dict() if teacher else None,
-                    "optimizer": optimizer.state_dict(), "prototypes": prototypes,
-                    "buffer": buffer.state_dict(), "generator": generator.get_state()})
+                    "net": net.state_dict(), "optimizer": optimizer.state_dict(),
+                    "prototypes": prototypes, "buffer": buffer.state_dict(),
+                    "generator": generator.get_state()})
         save(out / f"task{t}.pt", {"settings": vars(c), "task": t, "net": net.state_dict(),
                                    "prototypes": prototypes, "buffer": buffer.state_dict()})
         if entry:
@@ -401,8 +406,9 @@ def profile(c, data, device, steps):
     first = make_task(data, 1, buffer, prototypes)
     buffer.add(first.images, first.labels)
     task = make_task(data, 2, buffer, prototypes)
-    teacher = frozen_copy(net) if c.stability != "none" else None
-    forward, generator = torch.compile(net) if c.compile else net, torch.Generator().manual_seed(0)
+    compiled = torch.compile if c.compile else lambda module: module
+    teacher = compiled(frozen_copy(net)) if c.stability != "none" else None
+    forward, generator = compiled(net), torch.Generator().manual_seed(0)
     optimizer.param_groups[0]["lr"] = 0.0       # time does not depend on it, and nothing diverges
     size = min(c.batch_size, len(task.pool_labels))
     images, labels = task.pool_images[:size], task.pool_labels[:size]
@@ -415,7 +421,7 @@ def profile(c, data, device, steps):
         begin = now()
         with torch.autocast(device.type, torch.bfloat16, enabled=c.amp):
             z = forward(ready)
-            if teacher:
+            if teacher is not None:
                 with torch.no_grad():
                     teacher(ready)
         optimizer.zero_grad()
@@ -433,7 +439,7 @@ def profile(c, data, device, steps):
     print(f"  {'ratio':<18}{mean(bare) / mean(full):9.3f}")
     print(f"  {'peak memory':<18}{peak_memory(device):9.2f} GB")
     seconds = max(1, len(first.labels) // size) * c.epochs_first * (
-        mean(full) - (mean(parts["teacher forward"]) if teacher else 0))
+        mean(full) - (mean(parts["teacher forward"]) if teacher is not None else 0))
     seconds += len(task.pool_labels) // size * c.epochs * mean(full) * (c.tasks - 1)
     print(f"  all {c.tasks} tasks with these settings: about {seconds / 3600:.1f} hours")
 
@@ -487,6 +493,7 @@ def main(argv):
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as error:                          # no compiler, mostly
             raise Problem(f"--compile fails here ({type(error).__name__}): leave it out") from None
+    torch.backends.cudnn.benchmark = True                   # batches keep one shape
     torch.backends.cudnn.allow_tf32 = True                  # for convolutions; matrix products, the
     torch.set_float32_matmul_precision("highest")           # losses' too, stay in full float32
     data = load_data(c, device)
