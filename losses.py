@@ -77,8 +77,8 @@ def focal(log_p, gamma):
     if gamma == 0:
         return log_p
     hardness = 1 - log_p.exp()
-    if gamma != 1:                                          # x^0.5 has no slope at 0
-        hardness = hardness.clamp(min=torch.finfo(log_p.dtype).eps) ** gamma
+    if gamma != 1:                      # x^gamma as exp(gamma log x), several times as fast as pow
+        hardness = (gamma * hardness.clamp(min=torch.finfo(log_p.dtype).eps).log()).exp()
     return hardness * log_p
 
 
