@@ -364,7 +364,7 @@ def warn_if_collapsed(entry, task, c):
     others = 2 * min(c.batch_size, len(task.pool_labels)) - 1
     others += task.first if c.plasticity == "fnc2" and c.pseudo_replay else 0
     chance = math.log(others) * ((1 - 1 / others) ** c.gamma if c.plasticity == "fnc2" else 1)
-    if others > 1 and task.seen > 1 and entry["plasticity"] > 0.99 * chance:
+    if others > 1 and task.seen > 1 and entry["plasticity"] > 0.999 * chance:
         print(f"warning: task {task.number} ends with {c.plasticity} {entry['plasticity']:.4f}, "
               f"chance is {chance:.4f}: the network has probably collapsed, or not begun to learn; "
               "a smaller --lr or more epochs usually help", flush=True)
