@@ -14,7 +14,7 @@ size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 
 import torch
 
 SELF = -1e9     # in place of z_i.z_i: its softmax is 0, its gradient too, and 0 * SELF is not nan
-BLOCK = 2**18   # similarities held at a time: 1 MB of float32, a CPU's cache; 64 times that on GPUs
+BLOCK = 2**19   # similarities held at a time: 2 MB of float32, a CPU's cache; 32 times that on GPUs
 
 
 def similarities(a, b, temperature):
@@ -31,7 +31,7 @@ def without_self(logits, rows):
 
 
 def positives(labels, rows):
-    """P(i) of Eq. 4 as a 0/1 matrix (b, n) for the b views in `rows`: same label, not itself."""
+    """P(i) of Eq. 4 as a 0/1 matrix (b, n) for the views in `rows`: same label, not itself."""
     positive = (labels[rows, None] == labels).float()
     positive.diagonal(rows.start).fill_(0)
     return positive
@@ -51,7 +51,7 @@ class SumOverRows(torch.autograd.Function):
         leaves = [t.detach().to(w).requires_grad_(t.requires_grad) for t, w in zip(tensors, wide)]
         wanted, n, device = [t for t in leaves if t.requires_grad], len(leaves[0]), leaves[0].device
         total, gradients = 0, [torch.zeros_like(t) for t in wanted]
-        size = max(1, (BLOCK if device.type == "cpu" else 64 * BLOCK) // n)
+        size = max(1, (BLOCK if device.type == "cpu" else 32 * BLOCK) // n)
         for start in range(0, n, size):
             rows = slice(start, min(n, start + size))
             with torch.set_grad_enabled(bool(wanted)), torch.autocast(device.type, enabled=False):
@@ -96,19 +96,20 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     r_i is no probability: its numerator is not in D_i, so it can exceed 1 in small batches. There
     1 - r_i is clamped at 0: the view has reached its prototype.
     """
-    n = len(z)
-    keys = z if old_prototypes is None else torch.cat([z, old_prototypes])      # (n+m, d)
+    old = prototypes[:0] if old_prototypes is None else old_prototypes
+    keys = torch.cat([z, old])                                                  # (n+m, d)
+    key_labels = torch.cat([labels, labels.new_full((len(old),), -1)])          # no one's positives
     own = (z * prototypes[labels]).sum(1)                                       # (n,)  z_i.p_yi
     anchors = torch.ones_like(labels) if anchors is None else anchors           # (n,)
 
     def loss_of(rows, own, keys):
         logits = without_self(similarities(keys[rows], keys, tau), rows)        # (b, n+m)
         log_D = logits.logsumexp(1)                                             # (b,)
-        log_c = logits[:, :n] - log_D[:, None]                                  # (b, n)
+        log_c = logits - log_D[:, None]                                         # (b, n+m)
         log_r = own[rows] / tau - log_D                                         # (b,)
         log_r = log_r.clamp(max=0) if gamma else log_r
 
-        positive = positives(labels, rows)                                      # (b, n)
+        positive = positives(key_labels, rows)                                  # (b, n+m)
         terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)   # (b,)
         return -terms / (positive.sum(1) + 1) * anchors[rows]
 
