@@ -31,7 +31,7 @@ for s in 0 1 2; do
     echo "noreplay-$s --init $fnc2-$s --no-pseudo-replay"
     echo "supcon-$s --init $supcon-$s --stability none"
 done | each
-for s in 0 1 2; do echo "joint-$s --seed $s --tasks 1"; done | each
+for s in 0 1 2; do echo "joint-$s --seed $s --tasks 1 --epochs-first 8"; done | each
 for s in 0 1 2; do for b in 200 500; do
     echo "hsd-buffer$b-$s --init $fnc2-$s --buffer $b"
     echo "co2l-buffer$b-$s --init $supcon-$s --stability ird --buffer $b"
