@@ -1012,6 +1012,16 @@ def test_readme_quick_start_as_a_newcomer_runs_it(here):
     assert ci in (ROOT / "README.md").read_text() and ci.endswith("python -m pytest -q")
 
 
+@pytest.mark.parametrize("folder", ["shapes", "cifar10"])
+def test_readme_tables_are_the_means_of_the_kept_results(folder):
+    done = subprocess.run([sys.executable, ROOT / "results" / "report.py", ROOT / "results" / folder], capture_output=True, text=True)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ") and not line.startswith("| run")]
+    assert done.returncode == 0 and len(rows) > 1
+    for row in rows:
+        cells = " | ".join(row.split(" | ")[2:6])               # AA and forgetting of the linear classifier
+        assert cells in (ROOT / "README.md").read_text(), row
+
+
 def test_readme_snippet_prints_what_it_says():
     code = next(b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "fnc2_loss" in b)
     printed = io.StringIO()
