@@ -774,13 +774,13 @@ def test_a_run_killed_at_any_moment_ends_where_an_uninterrupted_one_ends(here):
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint(here):
-    run("whole")
-    limit = (os.path.getsize("whole/task1.pt") + os.path.getsize("whole/last.pt")) // 2      # task 1 fits, a teacher does not
+    run("whole", "--buffer", 60)
+    limit = os.path.getsize("whole/last.pt") - 1                # task 4 fits, the fuller buffer of task 5 does not
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); import sys; sys.path.insert(0, {str(ROOT)!r})\n" \
-           f"import eval, train; sys.argv = ['train.py', '--out', 'cut', *{TINY!r}]; eval.command(train.main)"
+           f"import eval, train; sys.argv = ['train.py', '--out', 'cut', '--buffer', '60', *{TINY!r}]; eval.command(train.main)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "cannot be written" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and data.read("cut/last.pt")["task"] == 1 and not list(Path("cut").glob("*.tmp"))
+    assert len(done.stderr.splitlines()) == 1 and data.read("cut/last.pt")["task"] == 4 and not list(Path("cut").glob("*.tmp"))
     assert cli(train, "--resume", "--out", "cut")[0] == 0 and same_run("whole", "cut")
 
 
