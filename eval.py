@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from buffer import ReservoirBuffer
-from data import Problem, augment, load, normalise, of_classes, read, save, write
+from data import DATASETS, Problem, augment, load, normalise, of_classes, read, save, write
 from model import Encoder
 
 # Random crops of each image whose features are cached. Classes are drawn equally often, so the few
@@ -35,6 +35,8 @@ VIEWS, OLD_VIEWS = 4, 32
 READOUTS = {"linear": "linear classifier", "prototype": "nearest prototype"}
 KINDS = {"class_il": "Class-IL", "task_il": "Task-IL"}
 SAME_RESULT = {"device", "compile", "out", "resume", "init", "data_dir", "save_every", "profile"}
+SETTINGS = {"dataset", "data_dir", "buffer", "tasks", "seed", "image_size", "limit_per_class",
+            "val_fraction", "classes", "plasticity", "stability", "width", "dim"}  # needed here
 
 
 # ------------------------------------------------------------------------ metrics
@@ -141,7 +143,9 @@ def open_run(path):
         raise Problem(f"{path} is not a run: it has no config.json")
     try:
         saved = json.loads((path / "config.json").read_text())["settings"]
-    except (ValueError, KeyError, TypeError):
+        if saved["dataset"] not in DATASETS or not SETTINGS <= saved.keys():
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise Problem(f"{path / 'config.json'} is damaged, or not of this program") from None
     while (path / f"task{len(finished) + 1}.pt").is_file():
         finished.append(path / f"task{len(finished) + 1}.pt")
@@ -256,6 +260,8 @@ def print_results(run, r):
           f"seed {c['seed']}, {T} of {c['tasks']} tasks, {r['split']} images")
     width = max(6 * T, 10)
     for name, title in READOUTS.items():
+        if name == "prototype" and c["plasticity"] == "supcon":     # never drawn to prototypes
+            continue
         print(f"\n{title + ', %':<22}{KINDS['class_il']:<{width + 2}}{KINDS['task_il']}")
         names = "".join(f"{f'T{i + 1}':>6}" for i in range(T))
         print(f"{'':16}{names:<{width + 2}}{names}")
@@ -279,7 +285,8 @@ def print_table(all_results, mean):
     print(f"\n{'':26}" + "".join(f"{title:<44}" for title in READOUTS.values()))
     print(f"{'':26}" + "".join(f"{title:<22}" for title in KINDS.values()) * 2)
     print(f"{'run':<26}" + f"{'AA':<11}{'forgetting':<11}" * 4)
-    values = [[r[a][b][key] for r in all_results.values()] for a, b, key in columns]
+    values = [[None if a == "prototype" and r["settings"]["plasticity"] == "supcon"
+               else r[a][b][key] for r in all_results.values()] for a, b, key in columns]
     for run, row in zip(all_results, zip(*values)):
         print(f"{str(run)[-25:]:<26}" + "".join(f"{show(value):<11}" for value in row))
     if mean:
@@ -421,8 +428,7 @@ def command(main):
         sys.exit(130)
 
 
-def main(argv):
-    """Evaluate the runs named, or the newest; print, write results.json, and draw if asked."""
+def build_parser():
     parser = argparse.ArgumentParser(
         prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
         description="Linear and nearest-prototype evaluation of runs of train.py.")
@@ -436,8 +442,12 @@ def main(argv):
     flag("--plot", metavar="DIR", help="write accuracy.png, tasks.png and embeddings.png there")
     flag("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (auto)")
     flag("--data-dir", metavar="DIR", help="where the data is, if not where the run found it")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def main(argv):
+    """Evaluate the runs named, or the newest; print, write results.json, and draw if asked."""
+    args = build_parser().parse_args(argv)
     runs, device = [Path(run) for run in args.runs], pick_device(args.device)
     if not runs:
         newest = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)

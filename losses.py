@@ -38,11 +38,12 @@ def positives(labels, rows):
 
 
 class SumOverRows(torch.autograd.Function):
-    """Sum of loss_i over views: sum_over_rows(loss_of, z, ...) with loss_of(rows, z, ...) -> (b,).
+    """Sum of loss_i over n views: sum_over_rows(loss_of, z, ...), loss_of(rows, z, ...) -> (b,).
 
     loss_i needs row i of the (n, n) similarities, not all n of them. So a block of rows is taken at
     a time, and its gradient at once: the (n, n) floats are never held, and a block stays in cache.
-    forward finds the gradient too and backward only scales it: there is no second derivative.
+    n is the length of the first tensor. forward finds the gradient too and backward only scales it:
+    there is no second derivative.
     """
 
     @staticmethod

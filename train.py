@@ -5,9 +5,9 @@
     python train.py --dataset cifar10 --plasticity supcon --stability ird      # Co2L
 
 What the flags leave unset is filled by the dataset's preset below; w is --plasticity-weight, see D9
-in the README. A run folder holds config.json,
-log.jsonl (a line per epoch), task<t>.pt (network, prototypes, the buffer that task t trained with)
-and last.pt (all that --resume needs to go on). `python eval.py RUN` evaluates it.
+in the README. A run folder holds config.json, log.jsonl (a line per epoch), task<t>.pt (network,
+prototypes, the buffer that task t trained with) and last.pt (all that --resume needs to go on).
+`python eval.py RUN` evaluates it.
 """
 
 import argparse
@@ -46,6 +46,9 @@ PRESETS = {
 }
 AFTER_TASK_1 = {"buffer", "stability", "stability_weight", "pseudo_replay", "epochs", "e0",
                 "kappa_past", "kappa_current", "zeta_past", "zeta_current"}    # no effect on task 1
+PART_OF = {"gamma": {"fnc2"}, "pseudo_replay": {"fnc2"}, "e0": {"hsd"},         # flag: losses
+           "kappa_past": {"hsd", "ird"}, "kappa_current": {"hsd", "ird"},
+           "zeta_past": {"hsd", "sprd"}, "zeta_current": {"hsd", "sprd"}}
 
 
 # ------------------------------------------------------------------------ settings
@@ -103,10 +106,16 @@ def build_parser():
     flag("--compile", True, "torch.compile the encoder, teacher included")
     flag("--out", str, "run folder (runs/<dataset>-buffer<N>-seed<S>)", "RUN")
     flag("--resume", True, "go on with the run in --out, with its settings")
-    flag("--init", str, "take task 1 and its settings from this run, start at task 2", "RUN")
+    flag("--init", str, "start at task 2 with this run's task 1 and its settings; those of later "
+         "tasks (epochs, stability, buffer, ...) are not taken over", "RUN")
     flag("--save-every", count, "epochs between writings of last.pt (1)")
     flag("--profile", count, "time N steps of task 2 and write nothing")
     return parser
+
+
+def spelled(key):
+    """The flag of a setting."""
+    return "--no-pseudo-replay" if key == "pseudo_replay" else "--" + key.replace("_", "-")
 
 
 def settings(flags, saved=None, inherit=()):
@@ -115,20 +124,24 @@ def settings(flags, saved=None, inherit=()):
     kept = {key: saved[key] for key in inherit if key in saved}
     for key in kept.keys() & given.keys() - SAME_RESULT:
         if given[key] != kept[key]:
-            name = "no-pseudo-replay" if key == "pseudo_replay" else key.replace("_", "-")
             value = "" if isinstance(given[key], bool) else f" {given[key]}"
-            raise Problem(f"--{name}{value}, the run has {kept[key]}: leave the flag out, or start "
-                          "a run of its own")
-    given = kept | given
+            raise Problem(f"{spelled(key)}{value}, the run has {kept[key]}: leave the flag out, or "
+                          "start a run of its own")
+    flagged, given = given.keys(), kept | given
     name = given.get("dataset", "shapes")
+    preset = PRESETS.get(name, PRESETS["folder"])
     c = dict(dataset=name, data_dir="data", buffer=0, tasks=DATASETS[name]["tasks"], seed=0,
              image_size=DATASETS[name]["size"], limit_per_class=None, val_fraction=0.0,
              plasticity="fnc2", stability="hsd", pseudo_replay=True, stability_weight=1.0,
              prototypes=None, device="auto", amp=False, compile=False, resume=False, init=None,
              save_every=1, profile=None, classes=None)
-    c |= PRESETS[name] | given
+    c |= preset | given
     if "e0" not in given:                       # the preset's share of the epochs that there are
-        c["e0"] = round(PRESETS[name]["e0"] * c["epochs"] / PRESETS[name]["epochs"])
+        c["e0"] = round(preset["e0"] * c["epochs"] / preset["epochs"])
+    for key in flagged & PART_OF.keys():
+        if not PART_OF[key] & {c["plasticity"], c["stability"]}:
+            raise Problem(f"{spelled(key)} is part of {' and '.join(sorted(PART_OF[key]))}, which "
+                          f"{c['plasticity']} + {c['stability']} does without: leave it out")
     c.setdefault("plasticity_weight", c["tau"] / 0.07)
     c.setdefault("out", f"runs/{name}-buffer{c['buffer']}-seed{c['seed']}")
     return SimpleNamespace(**c)
@@ -314,7 +327,7 @@ def train(c, data, device, out):
         save(out / f"task{t}.pt", {"settings": vars(c), "task": t, "net": net.state_dict(),
                                    "prototypes": prototypes, "buffer": buffer.state_dict()})
         if entry:
-            warn_if_collapsed(entry, task, c)
+            warn_if_idle(entry, task, c)
         report_task(net, data, c, task)
         buffer.add(task.images, task.labels)    # every image of the finished task, offered once
     log.close()
@@ -355,23 +368,23 @@ def check_finite(entry, c, out):
     if not math.isfinite(entry["plasticity"] + entry["stability"]):
         raise Problem(
             f"the loss is not finite in task {entry['task']}, epoch {entry['epoch']}: "
-            f"{c.plasticity} {entry['plasticity']}, {c.stability} {entry['stability']}. "
-            f"{out}/last.pt is of an earlier epoch. A new run with a smaller --lr usually helps")
+            f"{c.plasticity} {entry['plasticity']}, {c.stability} {entry['stability']}. What was "
+            f"saved in {out} is of earlier epochs. A new run with a smaller --lr usually helps")
 
 
-def warn_if_collapsed(entry, task, c):
+def warn_if_idle(entry, task, c):
     """Equal similarities give ln(2N-1 + old prototypes): a loss that ends there learned nothing."""
     others = 2 * min(c.batch_size, len(task.pool_labels)) - 1
     others += task.first if c.plasticity == "fnc2" and c.pseudo_replay else 0
     chance = math.log(others) * ((1 - 1 / others) ** c.gamma if c.plasticity == "fnc2" else 1)
     if others > 1 and task.seen > 1 and entry["plasticity"] > 0.999 * chance:
         print(f"warning: task {task.number} ends with {c.plasticity} {entry['plasticity']:.4f}, "
-              f"chance is {chance:.4f}: the network has probably collapsed, or not begun to learn; "
-              "a smaller --lr or more epochs usually help", flush=True)
+              f"chance is {chance:.4f}: it was not learned; another --lr or more epochs usually "
+              "help", flush=True)
 
 
 def report_task(net, data, c, task):
-    """Nearest-prototype accuracy so far: no classifier, no stored image.
+    """Nearest-prototype accuracy so far, without classifier or stored images, where there is one.
 
     On the validation images where there are any: choosing settings must not see the test images.
     """
@@ -381,6 +394,12 @@ def report_task(net, data, c, task):
     shown = labels < task.seen
     plain = lambda x: normalise(x, data.views["mean"], data.views["std"])
     _, z = encode(net, images[shown], plain)
+    if task.seen > 1 and z.mean(0).norm() > 0.99:           # 0.59-0.89 in runs that learn
+        print(f"warning: after task {task.number} all {split} images lie at one point (length of "
+              f"the mean embedding {z.mean(0).norm():.4f}): the network has collapsed; a smaller "
+              "--lr usually helps", flush=True)
+    if c.plasticity == "supcon":                            # no prototypes to be near
+        return print(f"task {task.number} done.", flush=True)
     class_il, task_il = (sum(a) / len(a) for a in accuracies(
         z @ task.prototypes[:task.seen].T, labels[shown], data.tasks[:task.number]))
     print(f"task {task.number} done. Nearest prototype on {split} images: Class-IL "
@@ -508,8 +527,9 @@ def main(argv):
     go_on = f"python train.py --resume --out {out}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for stale in out.glob("*.tmp"):                     # of a run that was killed
-            stale.unlink()
+        for name in ("config.json", "log.jsonl", "*.pt"):
+            for stale in out.glob(f"{name}.*.tmp"):         # `write` was killed
+                stale.unlink()
         if not flags.resume:
             write(out / "config.json", json.dumps({
                 "settings": vars(c), "torch": torch.__version__, "device": str(device),

@@ -12,6 +12,10 @@ import re
 import statistics
 from pathlib import Path
 
+LABELS = {"hsd": "FNC2 + HSD", "ird": "FNC2 + IRD", "sprd": "FNC2 + S-PRD", "none": "FNC2 alone",
+          "noreplay": "FNC2 + HSD, no pseudo-replay", "supcon": "SupCon alone",
+          "co2l": "SupCon + IRD = Co2L", "joint": "joint training"}
+
 
 def load(folder):
     """{name: [results of each seed]}, in alphabetical order."""
@@ -20,6 +24,12 @@ def load(folder):
         name = re.fullmatch(r"(.+)-(\d+)", path.stem)[1]
         runs.setdefault(name, []).append(json.loads(path.read_text()))
     return runs
+
+
+def label(name):
+    """hsd-buffer200 -> FNC2 + HSD, buffer 200."""
+    method, *rest = name.split("-")
+    return ", ".join([LABELS[method], *(re.sub(r"(\d)", r" \1", part, count=1) for part in rest)])
 
 
 def cell(values):
@@ -33,14 +43,16 @@ def tables(runs):
     columns = [(readout, kind, key) for readout, keys in
                (("linear", ("aa", "forgetting")), ("prototype", ("aa",)))
                for key in keys for kind in ("class_il", "task_il")]
-    print("| run | n | Class-IL AA | Task-IL AA | forgetting, Class-IL | forgetting, Task-IL | "
+    print("| losses | n | Class-IL AA | Task-IL AA | forgetting, Class-IL | forgetting, Task-IL | "
           "nearest prototype, Class-IL | Task-IL |\n" + "|---" * 8 + "|")
     for name, seeds in runs.items():
-        cells = [cell([r[a][b][key] for r in seeds]) for a, b, key in columns]
-        print(f"| {name} | {len(seeds)} | " + " | ".join(cells) + " |")
+        no_prototypes = seeds[0]["settings"]["plasticity"] == "supcon"
+        cells = ["-" if no_prototypes and a == "prototype" else cell([r[a][b][key] for r in seeds])
+                 for a, b, key in columns]
+        print(f"| {label(name)} | {len(seeds)} | " + " | ".join(cells) + " |")
     print("\nLinear classifier, Class-IL / Task-IL AA of every seed:")
     for name, seeds in runs.items():
-        print(f"{name}: " + ", ".join("{:.2f} / {:.2f}".format(
+        print(f"{label(name)}: " + ", ".join("{:.2f} / {:.2f}".format(
             *(r["linear"][kind]["aa"] for kind in ("class_il", "task_il"))) for r in seeds))
 
 
@@ -56,7 +68,7 @@ def plot(runs, names, path):
             means = [statistics.mean(points) for points in zip(*curves)]
             spread = [statistics.stdev(points) if len(points) > 1 else 0 for points in zip(*curves)]
             axis.errorbar([t + 1 + 0.03 * number for t in range(len(means))], means, spread,
-                          marker="o", markersize=4, capsize=2, label=name)
+                          marker="o", markersize=4, capsize=2, label=label(name))
         axis.set(title=title, xlabel="after task", ylabel="average accuracy so far, %",
                  xticks=range(1, len(means) + 1))
         axis.grid(alpha=0.3)
