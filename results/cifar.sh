@@ -48,6 +48,12 @@ fnc2=runs/cifar10/hsd supcon=runs/cifar10/co2l
     echo "hsd-limit2500-weight1-0 --limit-per-class 2500 --plasticity-weight 1"
 } | each cifar10
 
+# how much of a buffer's gain is the classifier's: 500 old images for it alone
+for m in hsd co2l; do for s in 0 1 2; do
+    out=cifar10/$m-probe500-$s
+    [ -e results/$out.json ] || { cp -r runs/cifar10/$m-$s runs/$out && python eval.py runs/$out --probe-samples 500 > runs/$out.log && cp runs/$out/results.json results/$out.json; }
+done; done
+
 [ $# = 2 ] || exit 0
 for s in 0 1; do
     echo "hsd-$s --seed $s"
