@@ -429,6 +429,7 @@ def command(main):
 
 
 def build_parser():
+    """The flags; every one has a default."""
     parser = argparse.ArgumentParser(
         prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
         description="Linear and nearest-prototype evaluation of runs of train.py.")
