@@ -10,7 +10,6 @@ import hashlib
 import io
 import math
 import os
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ DATASETS = {
                    mean=None, std=None),
 }
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
 
 
@@ -49,14 +47,14 @@ class Data(NamedTuple):
     val_labels: torch.Tensor
     names: list                     # K class names
     tasks: list                     # T lists of class numbers: consecutive blocks, natural order
-    views: dict                     # keyword arguments for `augment`: mean, std, crop, blur
+    recipe: dict                    # keyword arguments for `augment`: mean, std, crop, blur
 
 
 # ------------------------------------------------------------------------ loading
 
 def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None, val_fraction=0.0,
          seed=0):
-    """Load a dataset of the table above from `root`; CIFAR and Tiny-ImageNet are downloaded there.
+    """Load a dataset of the table above from `root`; CIFAR is downloaded to there if need be.
 
     `image_size` resizes once, here. `val_fraction` of every class, drawn by `seed`, becomes the
     validation part; then `limit_per_class` keeps the first so many training images of each class.
@@ -81,14 +79,14 @@ def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None
         held.append(mixed[:n_val].sort().values)
         kept.append(mixed[n_val:].sort().values[:limit_per_class])
     held, kept = torch.cat(held), torch.cat(kept)
-    views = {key: table[key] for key in ("mean", "std", "crop", "blur")}
-    if views["mean"] is None:
+    recipe = {key: table[key] for key in ("mean", "std", "crop", "blur")}
+    if recipe["mean"] is None:
         sums = sum(torch.stack([(part.double() / 255).pow(k).mean((2, 3)).sum(0) for k in (1, 2)])
                    for part in train[kept].split(1000)) / len(kept)             # (2, 3)
-        views["mean"] = tuple(sums[0].tolist())
-        views["std"] = tuple((sums[1] - sums[0] ** 2).clamp(min=1e-6).sqrt().tolist())
+        recipe["mean"] = tuple(sums[0].tolist())
+        recipe["std"] = tuple((sums[1] - sums[0] ** 2).clamp(min=1e-6).sqrt().tolist())
     return Data(train[kept], train_y[kept], test, test_y, train[held], train_y[held], names, tasks,
-                views)
+                recipe)
 
 
 def split_tasks(num_classes, num_tasks):
@@ -125,38 +123,21 @@ def load_cifar(root, size, variant):
             images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
             parts += [resize(images, size), torch.tensor(part.targets)]
     except (OSError, RuntimeError) as error:        # no network is an OSError; a bad md5 the other
-        remove_if_empty(root, existed)
+        if not existed and root.is_dir() and not any(root.iterdir()):
+            root.rmdir()                            # a failed download leaves nothing behind
         raise Problem(f"{variant} is not complete in {root} and could not be downloaded ({error}); "
                       "see https://www.cs.toronto.edu/~kriz/cifar.html") from None
     return (*parts, part.classes)
 
 
-def remove_if_empty(root, existed):
-    """A failed download leaves no folder that was not there before."""
-    if not existed and root.is_dir() and not any(root.iterdir()):
-        root.rmdir()
-
-
 def load_tiny_imagenet(root, size):
-    """The official folder tiny-imagenet-200 in `root`, or its zip there, or a download of that."""
-    folder, archive = root / "tiny-imagenet-200", root / "tiny-imagenet-200.zip"
-    source, existed = f"it comes from {TINY_URL}", root.exists()
-    if not folder.is_dir():
-        from torchvision.datasets.utils import check_integrity, download_url
-        try:
-            if not archive.exists():
-                download_url(TINY_URL, root, archive.name, TINY_MD5)
-            if not check_integrity(archive, TINY_MD5):
-                raise Problem(f"{archive} is damaged (md5 should be {TINY_MD5}); {source}")
-            with zipfile.ZipFile(archive) as file:  # which keeps all members inside root
-                file.extractall(root)
-        except (OSError, RuntimeError) as error:
-            remove_if_empty(root, existed)
-            raise Problem(f"{folder} is missing, no download ({error}); {source}") from None
+    """The official tiny-imagenet-200.zip, unpacked in `root`."""
+    folder = root / "tiny-imagenet-200"
+    source = f"it comes from {TINY_URL}, to be unpacked in {root}"
 
     def lines(path):
         if not path.is_file():
-            raise Problem(f"{path} is missing: delete {folder} and start again; {source}")
+            raise Problem(f"{path} is missing; {source}")
         return path.read_text().splitlines()
 
     names = [line.strip() for line in lines(folder / "wnids.txt") if line.strip()]
@@ -169,7 +150,7 @@ def load_tiny_imagenet(root, size):
         listed = [images / line.split()[0] for line in lines(boxes)] if boxes.is_file() else []
         missing = sorted(set(listed) - set(found)) or ([] if found else [images])
         if missing:
-            raise Problem(f"{missing[0]} is missing: delete {folder} and start again; {source}")
+            raise Problem(f"{missing[0]} is missing; {source}")
         train += [(path, k) for path in found]
     for line in lines(folder / "val" / "val_annotations.txt"):
         file, wnid = line.split("\t")[:2]
@@ -308,24 +289,34 @@ LOADERS = {
 
 # ------------------------------------------------------------------------ views
 
+def unit_range(images):
+    """uint8, or float in 0..1 -> float32 in 0..1."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+
+
 def normalise(images, mean, std):
     """(B, 3, S, S) uint8, or float in 0..1 -> normalised float32 in channels_last."""
-    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    x = unit_range(images)
     mean, std = (torch.as_tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
     return ((x - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jitter=0.8, grey=0.2):
-    """One random view of each image: (B, 3, S, S) uint8 -> (B, 3, S, S) normalised float32.
+def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jitter=0.8, grey=0.2,
+            share=slice(None)):
+    """One random view of each image: (B, 3, S, S) uint8, or float in 0..1 -> normalised float32.
 
     Random resized crop, horizontal flip, colour jitter (0.4, 0.4, 0.4, 0.1) with probability
     `jitter`, greyscale with `grey`, Gaussian blur with `blur`. Every view draws its own parameters;
     only the order of the four colour changes is drawn once a batch. The generator is the CPU's on
-    every device, so that all devices see the same views.
+    every device, so that all devices see the same views. `share`: parameters are drawn for all
+    images, but views are made of these alone, for one of several processes.
     """
-    B, size = len(images), images.shape[-1]
-    u = torch.rand(B, 31, generator=generator)
+    if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
+        raise ValueError(f"augment needs square RGB images (B, 3, S, S), got {tuple(images.shape)}")
+    u = torch.rand(len(images), 31, generator=generator)[share]
     order = torch.randperm(4, generator=generator).tolist()
+    images = images[share]
+    B, size = len(images), images.shape[-1]
     if images.is_cuda:
         u = u.pin_memory()                          # so that the copy waits for nothing
     u = u.to(images.device, non_blocking=images.is_cuda)
@@ -361,7 +352,7 @@ def crop_boxes(u, size, area, ratio=(3 / 4, 4 / 3)):
 
 
 def random_crop_flip(images, u, area):
-    """Crop, resize back and flip: (B, 3, S, S) uint8 -> float32 in 0..1, two matrix products each.
+    """Crop, resize back and flip: (B, 3, S, S) -> float32 in 0..1, two matrix products each.
 
     Bilinear interpolation is linear: row i of an (S, S) matrix holds the two weights of output i.
     """
@@ -376,7 +367,7 @@ def random_crop_flip(images, u, area):
 
     flipped = torch.where(u[:, 22:23] < 0.5, size - 1 - pixel, pixel)           # (B, S)
     rows, columns = weights(top, height, pixel), weights(left, width, flipped)
-    return rows[:, None] @ (images.float() / 255) @ columns.transpose(1, 2)[:, None]
+    return rows[:, None] @ unit_range(images) @ columns.transpose(1, 2)[:, None]
 
 
 def luminance(x):

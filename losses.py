@@ -4,87 +4,57 @@ Also the parts that the paper's ablations combine: SupCon (Eq. 3) with IRD is Co
 Conventions, the same everywhere:
   z           (n, d) unit embeddings of the n = 2N views of a batch (N images, two views each)
   z_past      (n, d) unit embeddings of the same views by the frozen model of the previous task
-  labels      (n,)   class of each view; prototypes[labels] are their prototypes
+  labels      (n,)   class of each view; row k of `prototypes` belongs to class k
   prototypes  (K, d) unit rows, see etf.py
-Every loss is a mean over views, not the paper's sum, which would tie the learning rate to the batch
-size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 one bfloat16 step is
-0.4 nats. Needs torch only.
+Every loss is a mean over all n views, not the paper's sum, which would tie the learning rate to the
+batch size. Similarities and softmaxes are float32 even under autocast: at kappa 0.01 one bfloat16
+step is 0.4 nats. Needs torch only.
 """
 
 import torch
-
-SELF = -1e9     # in place of z_i.z_i: its softmax is 0, its gradient too, and 0 * SELF is not nan
-BLOCK = 2**19   # similarities held at a time: 2 MB of float32, a CPU's cache; 32 times that on GPUs
+import torch.nn.functional as F
 
 
 def similarities(a, b, temperature):
     """a_i . b_j / temperature: (n, d), (m, d) -> (n, m), in float32 or better."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
-        return (a.to(dtype) / temperature) @ b.to(dtype).T
+        return a.to(dtype) @ b.to(dtype).T / temperature
 
 
-def without_self(logits, rows):
-    """Take the views themselves out of their rows: (b, >= n) logits of the views in `rows`."""
-    logits.detach().diagonal(rows.start).fill_(SELF)        # detached: nothing flows there anyway
-    return logits
+def off_diagonal(matrix):
+    """(n, n) -> (n, n-1): every row i without its entry i: no view is compared with itself."""
+    n = len(matrix)
+    return matrix.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)
 
 
-def positives(labels, rows):
-    """P(i) of Eq. 4 as a 0/1 matrix (b, n) for the views in `rows`: same label, not itself."""
-    positive = (labels[rows, None] == labels).float()
-    positive.diagonal(rows.start).fill_(0)
-    return positive
+def positives(labels):
+    """P(i) of Eq. 4: (n,) -> (n, n-1) bool, True where the other view has the same label."""
+    return off_diagonal(labels[:, None] == labels)
 
 
-class SumOverRows(torch.autograd.Function):
-    """Sum of loss_i over n views: sum_over_rows(loss_of, z, ...), loss_of(rows, z, ...) -> (b,).
+def own_prototypes(prototypes, labels):
+    """p_yi for every view: (K, d), (n,) -> (n, d).
 
-    loss_i needs row i of the (n, n) similarities, not all n of them. So a block of rows is taken at
-    a time, and its gradient at once: the (n, n) floats are never held, and a block stays in cache.
-    n is the length of the first tensor. forward finds the gradient too and backward only scales it:
-    there is no second derivative.
+    A label outside 0..K-1 is an error: the look-up itself finds it, so that nobody need wait for
+    a GPU (where it is an assertion of the device).
     """
-
-    @staticmethod
-    def forward(ctx, loss_of, *tensors):
-        wide = [torch.promote_types(t.dtype, torch.float32) for t in tensors]
-        leaves = [t.detach().to(w).requires_grad_(t.requires_grad) for t, w in zip(tensors, wide)]
-        wanted, n, device = [t for t in leaves if t.requires_grad], len(leaves[0]), leaves[0].device
-        total, gradients = 0, [torch.zeros_like(t) for t in wanted]
-        size = max(1, (BLOCK if device.type == "cpu" else 32 * BLOCK) // n)
-        for start in range(0, n, size):
-            rows = slice(start, min(n, start + size))
-            with torch.set_grad_enabled(bool(wanted)), torch.autocast(device.type, enabled=False):
-                loss = loss_of(rows, *leaves).sum()
-                new = torch.autograd.grad(loss, wanted) if wanted else []
-            total = total + loss.detach()
-            for sofar, part in zip(gradients, new):
-                sofar += part
-        ctx.save_for_backward(*(gradients.pop(0) if t.requires_grad else None for t in leaves))
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
-        return None, *(None if g is None else g * upstream for g in ctx.saved_tensors)
-
-
-sum_over_rows = SumOverRows.apply
+    try:
+        return F.embedding(labels, prototypes)
+    except IndexError:
+        wrong = labels[(labels < 0) | (labels >= len(prototypes))][0].item()
+        raise ValueError(f"label {wrong} has no prototype: labels must be 0..{len(prototypes) - 1}"
+                         ) from None
 
 
 def focal(log_p, gamma):
     """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss."""
-    if gamma == 0:
-        return log_p
-    hardness = 1 - log_p.exp()
-    if gamma != 1:                      # x^gamma as exp(gamma log x), several times as fast as pow
-        hardness = (gamma * hardness.clamp(min=torch.finfo(log_p.dtype).eps).log()).exp()
-    return hardness * log_p
+    hardness = -torch.expm1(log_p)                                      # 1 - p
+    return hardness.clamp(min=torch.finfo(log_p.dtype).eps) ** gamma * log_p
 
 
 def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, gamma):
-    """Focal Neural Collapse Contrastive loss (Eq. 7-9), a mean over anchors.
+    """Focal Neural Collapse Contrastive loss (Eq. 7-9).
 
         D_i    = sum_{k != i} exp(z_i.z_k / tau) + sum_{p in P_1:t-1} exp(z_i.p / tau)
         c_ij   = exp(z_i.z_j / tau) / D_i              for the positives j in P(i)
@@ -93,28 +63,21 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
 
     old_prototypes (m, d): P_1:t-1, the pseudo-replay; None in the first task, or to leave it out.
     anchors (n,) bool, None = all: with a replay buffer only views of the current task are anchors
-    (the asymmetric form), while all views stand in every D_i.
+    (the asymmetric form). The others stand in every D_i and count 0 in the mean.
     r_i is no probability: its numerator is not in D_i, so it can exceed 1 in small batches. There
-    1 - r_i is clamped at 0: the view has reached its prototype.
+    1 - r_i is clamped at 0 (for gamma > 0): the view has reached its prototype.
     """
     old = prototypes[:0] if old_prototypes is None else old_prototypes
-    keys = torch.cat([z, old])                                                  # (n+m, d)
-    key_labels = torch.cat([labels, labels.new_full((len(old),), -1)])          # no one's positives
-    own = (z * prototypes[labels]).sum(1)                                       # (n,)  z_i.p_yi
-    anchors = torch.ones_like(labels) if anchors is None else anchors           # (n,)
+    logits = off_diagonal(similarities(z, z, tau))                              # (n, n-1)
+    log_D = torch.cat([logits, similarities(z, old, tau)], 1).logsumexp(1)      # (n,)
+    log_c = logits - log_D[:, None]                                             # (n, n-1)
+    log_r = (z * own_prototypes(prototypes, labels)).sum(1) / tau - log_D       # (n,)
+    log_r = log_r.clamp(max=0) if gamma else log_r
 
-    def loss_of(rows, own, keys):
-        logits = without_self(similarities(keys[rows], keys, tau), rows)        # (b, n+m)
-        log_D = logits.logsumexp(1)                                             # (b,)
-        log_c = logits - log_D[:, None]                                         # (b, n+m)
-        log_r = own[rows] / tau - log_D                                         # (b,)
-        log_r = log_r.clamp(max=0) if gamma else log_r
-
-        positive = positives(key_labels, rows)                                  # (b, n+m)
-        terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)   # (b,)
-        return -terms / (positive.sum(1) + 1) * anchors[rows]
-
-    return sum_over_rows(loss_of, own, keys) / anchors.sum().clamp(min=1)
+    positive = positives(labels)                                                # (n, n-1)
+    terms = (focal(log_c, gamma) * positive).sum(1) + focal(log_r, gamma)       # (n,)
+    loss = -terms / (positive.sum(1) + 1)
+    return (loss if anchors is None else loss * anchors).mean()
 
 
 def supcon_loss(z, labels, anchors=None, *, tau):
@@ -122,17 +85,12 @@ def supcon_loss(z, labels, anchors=None, *, tau):
 
         loss_i = -1/|P(i)| sum_{j in P(i)} log( exp(z_i.z_j/tau) / sum_{k != i} exp(z_i.z_k/tau) )
 
-    A mean over the anchors (n,) bool (None = all) that have a positive.
+    Views that are no anchors (n,) bool, None = all, or have no positive count 0 in the mean.
     """
-    count = (labels[:, None] == labels).sum(1) - 1                              # (n,)  |P(i)|
-    counts = count > 0 if anchors is None else anchors & (count > 0)            # (n,)
-
-    def loss_of(rows, z):
-        log_c = without_self(similarities(z[rows], z, tau), rows).log_softmax(1)    # (b, n)
-        mean = (log_c * positives(labels, rows)).sum(1) / count[rows].clamp(min=1)
-        return -mean * counts[rows]                                             # (b,)
-
-    return sum_over_rows(loss_of, z) / counts.sum().clamp(min=1)
+    log_c = off_diagonal(similarities(z, z, tau)).log_softmax(1)                # (n, n-1)
+    positive = positives(labels)                                                # (n, n-1)
+    loss = -(log_c * positive).sum(1) / positive.sum(1).clamp(min=1)            # (n,)
+    return (loss if anchors is None else loss * anchors).mean()
 
 
 def ird_loss(z, z_past, *, kappa_current, kappa_past):
@@ -140,14 +98,9 @@ def ird_loss(z, z_past, *, kappa_current, kappa_past):
 
         o_ij = softmax over j != i of z_i.z_j/kappa;  loss_i = - sum_j o_ij(past) log o_ij(current)
     """
-    z_past = z_past.detach()
-
-    def loss_of(rows, z):
-        past = without_self(similarities(z_past[rows], z_past, kappa_past), rows)   # (b, n)
-        current = without_self(similarities(z[rows], z, kappa_current), rows)       # (b, n)
-        return -(past.softmax(1) * current.log_softmax(1)).sum(1)                   # (b,)
-
-    return sum_over_rows(loss_of, z) / len(z)
+    past = off_diagonal(similarities(z_past, z_past, kappa_past)).softmax(1).detach()   # (n, n-1)
+    current = off_diagonal(similarities(z, z, kappa_current)).log_softmax(1)            # (n, n-1)
+    return -(past * current).sum(1).mean()
 
 
 def sprd_loss(z, z_past, prototypes, *, zeta_current, zeta_past):
@@ -157,23 +110,28 @@ def sprd_loss(z, z_past, prototypes, *, zeta_current, zeta_past):
 
     prototypes (S, d): those of all classes seen so far, the current task's included.
     """
-    past = similarities(z_past, prototypes, zeta_past)                        # (n, S)
-    current = similarities(z, prototypes, zeta_current)                       # (n, S)
-    return -(past.softmax(1).detach() * current.log_softmax(1)).sum(1).mean()
+    past = similarities(z_past, prototypes, zeta_past).softmax(1).detach()      # (n, S)
+    current = similarities(z, prototypes, zeta_current).log_softmax(1)          # (n, S)
+    return -(past * current).sum(1).mean()
 
 
-def hsd_alpha(epoch, epochs, warmup_epochs):
-    """alpha = max(0, (e - e0) / E) of Eq. 10, e = 1..E: IRD alone, then more and more S-PRD."""
-    return max(0.0, (epoch - warmup_epochs) / epochs)
+def hsd_alpha(epoch, epochs, warmup_epochs, alpha_max=1.0):
+    """alpha = max(0, (e - e0) / E) of Eq. 10, e = 1..E: IRD alone, then more and more S-PRD.
+
+    The paper has no alpha_max; in the authors' code alpha stops growing at 0.5.
+    """
+    return min(max(0.0, (epoch - warmup_epochs) / epochs), alpha_max)
 
 
 def hsd_loss(z, z_past, prototypes, alpha, *, kappa_current, kappa_past, zeta_current, zeta_past):
     """Hardness-Softness Distillation (Eq. 10): (1 - alpha) L_IRD + alpha L_S-PRD.
 
-    alpha = 0 is IRD alone (Co2L's distillation), alpha = 1 is S-PRD alone.
+    alpha = 0 is IRD alone (Co2L's distillation), alpha = 1 S-PRD alone; the other is not computed.
     """
-    sprd = sprd_loss(z, z_past, prototypes, zeta_current=zeta_current, zeta_past=zeta_past)
-    if alpha == 1:
-        return sprd
-    ird = ird_loss(z, z_past, kappa_current=kappa_current, kappa_past=kappa_past)
-    return (1 - alpha) * ird + alpha * sprd
+    loss = 0.0
+    if alpha < 1:
+        loss = (1 - alpha) * ird_loss(z, z_past, kappa_current=kappa_current, kappa_past=kappa_past)
+    if alpha > 0:
+        loss = loss + alpha * sprd_loss(z, z_past, prototypes, zeta_current=zeta_current,
+                                        zeta_past=zeta_past)
+    return loss

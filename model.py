@@ -2,8 +2,9 @@
 
 f is ResNet-18 as contrastive continual learning uses it on 32x32 and 64x64 images: 3x3 stem with
 stride 1, no max-pool, last layer removed. `width` scales every stage (64 = ResNet-18, 512 features)
-so that the same code runs on a laptop. g is Linear-ReLU-Linear; a ReLU on its *output* would make
-half of every prototype's coordinates unreachable. Needs torch only.
+so that the same code runs on a laptop. g is Linear-BatchNorm-ReLU-Linear, as in the authors' code;
+a ReLU on its *output* would make half of every prototype's coordinates unreachable. Needs torch
+only.
 """
 
 import copy
@@ -44,7 +45,8 @@ class Encoder(nn.Module):
         self.stages = nn.Sequential(*[
             nn.Sequential(BasicBlock(a, b, s), BasicBlock(b, b, 1)) for a, b, s in stages])
         self.projector = nn.Sequential(
-            nn.Linear(8 * w, 8 * w), nn.ReLU(inplace=True), nn.Linear(8 * w, dim))
+            nn.Linear(8 * w, 8 * w), nn.BatchNorm1d(8 * w), nn.ReLU(inplace=True),
+            nn.Linear(8 * w, dim))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -62,8 +64,30 @@ class Encoder(nn.Module):
         return self.project(self.features(x))
 
 
+class Predictor(nn.Module):
+    """Not in the paper, an option of the authors' code: z -> what the teacher's z is compared with.
+
+    The student alone has it, and only in the distillation; no readout uses it.
+    """
+
+    def __init__(self, dim=128):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.ReLU(inplace=True), nn.Linear(dim, dim))
+
+    def forward(self, z):                                            # (B, dim) -> (B, dim) unit
+        return F.normalize(self.layers(z).float(), dim=1)
+
+
 def frozen_copy(net):
-    """The teacher: a copy that no gradient reaches and whose BatchNorm statistics stay."""
-    teacher = copy.deepcopy(net).eval().requires_grad_(False)
+    """The teacher: a copy that no gradient reaches and nothing changes.
+
+    It stays in training mode: its BatchNorm normalises by the batch, as the student's does and as
+    in the authors' code. Running statistics are not used, and momentum 0 keeps them as they are.
+    """
+    teacher = copy.deepcopy(net).train().requires_grad_(False)
     teacher.zero_grad(set_to_none=True)             # the copy has the last gradients too
+    for module in teacher.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.momentum = 0.0
     return teacher

@@ -1,16 +1,19 @@
-"""The speed figures of the README, each measured against its reference in one run, in turns.
+"""The speed figures, each measured against its reference in one run, in turns.
 
+    python results/speed.py profile [train's flags] [--steps N]
     python results/speed.py pipeline --data-dir data --width 16 --batch-size 128
     python results/speed.py losses
     python results/speed.py memory
     python results/speed.py probe RUN
 
+profile: where the time of a training step of task 2 goes, beside the bare network on a ready batch,
+    and the hours that the settings would take; trains nothing and writes nothing.
 pipeline: training steps of task 2 on CIFAR-10, beside the usual contrastive pipeline: a DataLoader
     with two workers and torchvision's PIL transforms, two views an image, contiguous memory and the
     same network and losses.
 losses: fnc2_loss + hsd_loss, forward and backward, beside a plain SupCon of one n x n log-softmax.
 memory: the most that either of these two holds at a time.
-probe: linear evaluation of all tasks on cached features, beside new crops in every epoch.
+probe: all readouts of a run, seconds each, beside a classifier with new crops in every epoch.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import eval as evaluation
 import train
+from train import load_data, load_task, open_run
 from buffer import ReservoirBuffer
 from data import augment, normalise, of_classes
 from etf import simplex_etf
@@ -33,18 +37,102 @@ from losses import fnc2_loss, hsd_loss
 from model import frozen_copy
 
 
+def profile(argv, steps):
+    """Time the parts of train_step from outside: every function that it calls gets a stopwatch."""
+    c = train.parse(argv)
+    device = train.pick_device(c.device)
+    data = load_data(c, device)
+    prototypes, buffer = simplex_etf(len(data.names), c.dim).to(device), ReservoirBuffer(c.buffer)
+    first = train.make_task(data, 1, buffer, prototypes)
+    buffer.add(first.images, first.labels)
+    task = train.make_task(data, 2, buffer, prototypes)
+    net = train.make_net(c, device).train()
+    optimizer, generator = train.make_optimizer(c, net), torch.Generator().manual_seed(0)
+    optimizer.param_groups[0]["lr"] = 0.0       # time does not depend on it, and nothing diverges
+    compiled = torch.compile if c.compile else lambda module: module
+    student, teacher = compiled(net), compiled(frozen_copy(net)) if c.stability != "none" else None
+    parts = {}
+
+    def now():
+        if device.type in ("cuda", "mps"):
+            getattr(torch, device.type).synchronize()
+        return time.perf_counter()
+
+    def timed(name, function):
+        parts.setdefault(name, [])
+        def call(*args, **kwargs):
+            start = now()
+            result = function(*args, **kwargs)
+            parts[name].append(now() - start)
+            return result
+        return call
+
+    bare = (student, teacher, torch.Tensor.backward, optimizer.step)
+    train.augment = timed("augmentation", train.augment)
+    student = timed("student forward", student)
+    teacher = timed("teacher forward", teacher) if teacher is not None else None
+    for name in ("fnc2_loss", "supcon_loss", "hsd_loss"):
+        setattr(train, name, timed("loss", getattr(train, name)))
+    torch.Tensor.backward = timed("backward", torch.Tensor.backward)
+    optimizer.step = timed("optimizer", optimizer.step)
+    whole = timed("whole step", train.train_step)
+
+    size = min(c.batch_size, len(task.pool_labels))
+    images, labels = task.pool_images[:size], task.pool_labels[:size]
+    ready = augment(images.repeat(2, 1, 1, 1), generator, **task.recipe)
+
+    def bare_network():
+        with torch.autocast(device.type, torch.bfloat16, enabled=c.amp):
+            z = bare[0](ready)
+            if bare[1] is not None:
+                with torch.no_grad():
+                    bare[1](ready)
+        optimizer.zero_grad()
+        bare[2](z.sum())
+        bare[3]()
+
+    bare_step = timed("bare network", bare_network)
+    for step in range(2 + steps):
+        if step == 2:                           # the first two warm up
+            for times in parts.values():
+                times.clear()
+        whole(images, labels, task, student, teacher, None, optimizer, c, generator, 0.5)
+        bare_step()
+    mean = {name: sum(times) / steps for name, times in parts.items()}
+    full, alone = mean.pop("whole step"), mean.pop("bare network")
+    print(f"{device}, {torch.get_num_threads()} CPU threads, width {c.width}, {size} images, "
+          f"{images.shape[-1]} pixels; mean of {steps} steps of task 2:")
+    for name, seconds in mean.items():
+        print(f"  {name:<18}{1000 * seconds:9.1f} ms {100 * seconds / full:6.1f} %")
+    for name, seconds in (("whole step", full), ("bare network", alone)):
+        print(f"  {name:<18}{1000 * seconds:9.1f} ms {2 * size / seconds:10.1f} views/s")
+    print(f"  {'ratio':<18}{alone / full:9.3f}\n  {'peak memory':<18}{peak_memory(device):9.2f} GB")
+    total = max(1, len(first.labels) // size) * c.epochs_first * (
+        full - mean.get("teacher forward", 0))
+    total += len(task.pool_labels) // size * c.epochs * full * (c.tasks - 1)
+    print(f"  all {c.tasks} tasks with these settings: about {total / 3600:.1f} hours")
+
+
+def peak_memory(device):
+    """Gigabytes, of the CUDA device or else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource                                         # not on Windows
+    unit = 1e9 if sys.platform == "darwin" else 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 def pipeline(data_dir, width, batch_size, steps=4, rounds=3):
     import torchvision.transforms as T
     from PIL import Image
     flags = f"--dataset cifar10 --data-dir {data_dir} --width {width} --batch-size {batch_size}"
-    c = train.settings(train.build_parser().parse_args(flags.split()))
-    device = torch.device("cpu")
-    data = evaluation.load_data(c, device)
-    task = train.make_task(data, 2, ReservoirBuffer(0), train.make_prototypes(c, data, device))
+    c, device = train.parse(flags.split()), torch.device("cpu")
+    data = load_data(c, device)
+    task = train.make_task(data, 2, ReservoirBuffer(0), simplex_etf(10, c.dim))
     transform = T.Compose([
         T.RandomResizedCrop(32, scale=(0.2, 1.0)), T.RandomHorizontalFlip(),
         T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8), T.RandomGrayscale(0.2),
-        T.ToTensor(), T.Normalize(data.views["mean"].tolist(), data.views["std"].tolist())])
+        T.ToTensor(), T.Normalize(data.recipe["mean"].tolist(), data.recipe["std"].tolist())])
 
     class TwoViews(torch.utils.data.Dataset):
         images, labels = task.images.permute(0, 2, 3, 1).numpy(), task.labels
@@ -86,8 +174,8 @@ def pipeline(data_dir, width, batch_size, steps=4, rounds=3):
             if step == 2:
                 start = time.perf_counter()
             some = torch.randint(len(task.labels), (batch_size,), generator=g)
-            train.train_step(task.images[some], task.labels[some], task, net, teacher, optimizer, c,
-                             g, 0.5)
+            train.train_step(task.images[some], task.labels[some], task, net, teacher, None,
+                             optimizer, c, g, 0.5)
         return 2 * batch_size * steps / (time.perf_counter() - start)
 
     pairs = [(usual(), ours()) for _ in range(rounds)]
@@ -148,15 +236,17 @@ def losses(memory=False):
 
 
 def probe(run, epochs=100):
-    """All tasks of a run; (epochs, epochs) views of each image are new crops in every epoch."""
-    c, finished = evaluation.open_run(run)
-    data, g = evaluation.load_data(c, torch.device("cpu")), torch.Generator().manual_seed(c.seed)
-    crop = lambda x: augment(x, g, **data.views | {"blur": 0}, jitter=0, grey=0)
-    plain = lambda x: normalise(x, data.views["mean"], data.views["std"])
-    old, variants = ReservoirBuffer(200, seed=c.seed), [(1, 1), (4, 4), (8, 8), (4, 32), (100, 100)]
+    """Every readout of all tasks of a run; (epochs, epochs) crops are new ones in every epoch."""
+    c, finished = open_run(run)
+    data, g = load_data(c, torch.device("cpu")), torch.Generator().manual_seed(c.seed)
+    crop = lambda x: augment(x, g, **data.recipe | {"blur": 0}, jitter=0, grey=0)
+    plain = lambda x: normalise(x, data.recipe["mean"], data.recipe["std"])
+    old = ReservoirBuffer(200, seed=c.seed)
+    variants = [(1, 1), (4, 4), (8, 8), (4, 32), (epochs, epochs), "image-free"]
     encoded, seconds = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0.0)
+    statistics = last_net = None
 
-    def views(images):                                          # features and seconds, a view each
+    def crops(images):                                          # features and seconds, a crop each
         parts, times = [], []
         for _ in range(epochs):
             start = time.perf_counter()
@@ -165,42 +255,64 @@ def probe(run, epochs=100):
         return parts, times
 
     for t, file in enumerate(finished):
-        _, net = evaluation.load_task(file, c, "cpu")
+        _, net = load_task(file, c, "cpu")
         mine = of_classes(data.train_labels, data.tasks[t])
         images, labels = data.train_images[mine], data.train_labels[mine]
         seen = data.tasks[t][-1] + 1
         shown = data.test_labels < seen
         h, _ = evaluation.encode(net, data.test_images[shown], plain)
-        (new, new_times), (few, few_times) = views(images), views(old.images)
-        for a, b in variants:
+        (new, new_times), (few, few_times) = crops(images), crops(old.images)
+        for variant in variants:
             start = time.perf_counter()
-            weight, bias = evaluation.linear_probe(
-                torch.cat(new[:a] + few[:b]), torch.cat([labels] * a + [old.labels] * b), seen,
-                draws=len(labels) + len(old), epochs=epochs, lr=0.1, seed=0)
-            seconds[a, b] += time.perf_counter() - start + sum(new_times[:a]) + sum(few_times[:b])
-            encoded[a, b] += a * len(labels) + b * len(old)
+            if variant == "image-free":
+                features = evaluation.encode(net, images, plain)[0].double()
+                own = evaluation.class_statistics(features, labels)
+                if t:
+                    before = evaluation.encode(last_net, images, plain)[0].double()
+                    drift = evaluation.fit_map(before, features)
+                    own = evaluation.join(*evaluation.carry(*statistics, *drift), *own)
+                statistics, encoded[variant] = own, encoded[variant] + (1 + bool(t)) * len(images)
+                weight, bias = (part.float() for part in evaluation.discriminant(*statistics))
+            else:
+                a, b = variant
+                weight, bias = evaluation.linear_probe(
+                    torch.cat(new[:a] + few[:b]), torch.cat([labels] * a + [old.labels] * b), seen,
+                    draws=len(labels) + len(old), epochs=epochs, lr=0.1, seed=0)
+                seconds[variant] += sum(new_times[:a]) + sum(few_times[:b])
+                encoded[variant] += a * len(labels) + b * len(old)
+            seconds[variant] += time.perf_counter() - start
             if t == len(finished) - 1:
                 rows = evaluation.accuracies(F.linear(h, weight, bias), data.test_labels[shown],
                                              data.tasks[:t + 1])
-                print(f"{a:>3} views of new images, {b:>3} of old ones: {encoded[a, b]:>8} encoded,"
-                      f" {seconds[a, b]:6.1f} s in all; last task: Class-IL AA "
-                      f"{sum(rows[0]) / (t + 1):.2f}  Task-IL AA {sum(rows[1]) / (t + 1):.2f}")
+                print(f"{variant}: {encoded[variant]} encoded, {seconds[variant]:.1f} s in all; "
+                      f"Class-IL AA {sum(rows[0]) / (t + 1):.2f}  Task-IL AA "
+                      f"{sum(rows[1]) / (t + 1):.2f}")
         old.add(images, labels)
+        last_net = net
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["pipeline", "losses", "memory", "probe"])
+def main(argv):
+    """Whatever is no flag of ours here is one of train.py's."""
+    parser = argparse.ArgumentParser(prog="speed.py", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["profile", "pipeline", "losses", "memory", "probe"])
+    if argv[:1] == ["profile"]:
+        parser.add_argument("--steps", type=int, default=10, help="to time (10)")
+        args, flags = parser.parse_known_args(argv)
+        return profile(flags, args.steps)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=128)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.what == "pipeline":
         pipeline(args.data_dir, args.width, args.batch_size)
-    elif args.what == "losses":
-        losses()
-    elif args.what == "memory":
-        losses(memory=True)             # in a process of its own: it changes how memory is allocated
-    else:
+    elif args.what == "probe":
+        if args.run is None:
+            parser.error("probe needs a RUN")
         probe(args.run)
+    else:
+        losses(memory=args.what == "memory")    # memory changes how it is allocated: one at a time
+
+
+if __name__ == "__main__":
+    train.command(main)
