@@ -856,6 +856,7 @@ def test_init_ends_where_training_from_scratch_ends(here):
     assert same_run("a-predictor", "d")
     run("late", "--e0", 0)
     assert train.parse(["--init", "late"]).e0 == 0 and train.parse(["--init", "late", "--epochs", "10"]).e0 == 3        # its share again
+    assert train.parse(["--resume", "--out", "late", "--epochs", "2"]).e0 == 0
 
 
 def test_interrupted_by_ctrl_c_and_resumed_with_the_runs_own_settings(here, monkeypatch):

@@ -469,8 +469,10 @@ def parse(argv):
         raise Problem(f"--init {flags.init} starts a run, --resume goes on with one: give one")
     folder = lambda c: c.out or f"runs/{c.dataset}-buffer{c.buffer}-seed{c.seed}"
     saved = vars(open_run(flags.init or folder(flags))[0]) if flags.resume or flags.init else {}
-    for key in ("out", "resume") + ("init",) * bool(flags.init) + ("e0",) * bool(flags.epochs):
-        saved.pop(key, None)                    # another --epochs takes its share of e0 again
+    for key in ("out", "resume") + ("init",) * bool(flags.init):
+        saved.pop(key, None)
+    if flags.init and flags.epochs:             # other epochs, their share of e0
+        saved.pop("e0")
     name = saved.get("dataset", flags.dataset)
     preset = PRESETS.get(name, PRESETS["folder"])
     table = {"tasks": DATASETS[name]["tasks"], "image_size": DATASETS[name]["size"]}
