@@ -540,7 +540,12 @@ def command(main):
     """Run main(argv) as a program: what the user can mend ends it with one sentence, status 2."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except (Problem, OSError) as problem:
+    except (Problem, OSError, RuntimeError) as problem:
+        if isinstance(problem, RuntimeError):
+            if not re.search("out of memory|allocate memory|not enough memory", str(problem)):
+                raise
+            problem = (f"too little memory ({str(problem).splitlines()[0][:100]}): a smaller "
+                       "--batch-size or --image-size, or --amp, needs less")
         if rank() > 0:
             time.sleep(10)      # the first process says the same, and then torchrun ends this one
         print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr)
@@ -585,23 +590,21 @@ def main(argv):
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
         wait_for_all()                                      # the first may download the data
+    data = load_data(c, device)
+    c.classes = data.names
+    check(c, len(c.classes))
+    print(f"{c.dataset}: {c.tasks} tasks of {len(data.tasks[0])} classes, {len(data.train_labels)} "
+          f"training images, {c.plasticity} + {c.stability}, buffer {c.buffer}, seed {c.seed}, "
+          f"{device}, in {out}", flush=True)
+    if processes() > 1 and device.type != "cuda":
+        print(f"note: on {device.type} each of the {processes()} processes normalises by its own "
+              "share of the views: torch has a BatchNorm over all of them for CUDA only")
     go_on = f"python train.py --resume --out {out}"
     try:
-        data = load_data(c, device)
-        if rank() == 0:
-            wait_for_all()
-        c.classes = data.names
-        check(c, len(c.classes))
-        print(f"{c.dataset}: {c.tasks} tasks of {len(data.tasks[0])} classes, "
-              f"{len(data.train_labels)} training images, {c.plasticity} + {c.stability}, buffer "
-              f"{c.buffer}, seed {c.seed}, {device}, in {out}", flush=True)
-        if processes() > 1 and device.type != "cuda":
-            print(f"note: on {device.type} each of the {processes()} processes normalises by its "
-                  "own share of the views: torch has a BatchNorm over all of them for CUDA only")
-        wait_for_all()                                      # until all have seen the folder as is
         if rank() == 0:
             prepare(c, out, device)
-        wait_for_all()
+            wait_for_all()
+        wait_for_all()                                      # until all hold the data
         train(c, data, device, out)
         if processes() > 1:
             dist.destroy_process_group()
@@ -611,12 +614,6 @@ def main(argv):
     except OSError as error:
         raise Problem(f"{out} cannot be written ({error}); what was saved before is whole: make "
                       f"room, then {go_on}") from None
-    except RuntimeError as error:
-        if not re.search("out of memory|allocate memory|not enough memory", str(error)):
-            raise
-        raise Problem(f"{device} has too little memory for --batch-size {c.batch_size}: choose a "
-                      f"smaller one, --amp or a smaller --image-size "
-                      f"({str(error).splitlines()[0][:100]})") from None
     print(f"finished. Evaluate with: python eval.py {out}")
 
 
