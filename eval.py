@@ -132,6 +132,14 @@ def linear_probe(features, labels, num_classes, *, draws, epochs, lr, seed, batc
     return weight, bias.detach() - weight @ mean
 
 
+def linear_readout(net, crop, task, old, num_classes, **how):
+    """The linear classifier of `task` and `old`, each (images, labels): features cached, once."""
+    parts = [task] * CROPS + [old] * (OLD_CROPS if len(old[1]) else 0)
+    features = torch.cat([encode(net, images, crop)[0] for images, _ in parts])
+    labels = torch.cat([labels.to(features.device) for _, labels in parts])
+    return linear_probe(features, labels, num_classes, draws=len(task[1]) + len(old[1]), **how)
+
+
 # The image-free readout. A class is a Gaussian: a mean mu_k, and one covariance S for all classes.
 # After task t the encoders of tasks t-1 and t are both at hand, and so are the images of task t: an
 # affine map fitted on these, from old features to new ones, carries mu_k and S of the old classes
@@ -223,13 +231,9 @@ def evaluate(run, *, epochs=100, lr=0.1, probe_samples=None, split="test", devic
         task_images, task_labels = data.train_images[mine], data.train_labels[mine]
 
         held = state["buffer"] if c.buffer else probe.state_dict()
-        crops = [(task_images, task_labels)] * CROPS
-        crops += [(held["images"], held["labels"])] * (OLD_CROPS if len(held["labels"]) else 0)
-        features = torch.cat([encode(net, x, crop)[0] for x, _ in crops])
-        linear = linear_probe(features, torch.cat([y.to(device) for _, y in crops]), seen,
-                              epochs=epochs, lr=lr, draws=len(task_labels) + len(held["labels"]),
-                              seed=c.seed)
-
+        linear = linear_readout(net, crop, (task_images, task_labels),
+                                (held["images"], held["labels"]), seen, epochs=epochs, lr=lr,
+                                seed=c.seed)
         h_task = exact(net, task_images)        # (n, F)
         new = class_statistics(h_task, task_labels.cpu())
         if t:                                   # the old encoder, on images of this task alone

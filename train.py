@@ -296,10 +296,12 @@ def report(entry, epochs, task, c):
     if t == epoch == 1 and hours > 24:
         print(f"note: at this speed the run takes {hours / 24:.1f} days; a GPU is faster, and "
               "--width, --image-size, --limit-per-class, --epochs-first and --epochs make it less")
-    if epoch == epochs and entry["mean_embedding"] > 0.99 and task.seen > 1:
+    if epoch < epochs or task.seen == 1:                    # a single class has nothing to tell
+        return
+    if entry["mean_embedding"] > 0.99:
         print(f"warning: task {t} ends with all views at one point (length of the mean embedding "
               f"{entry['mean_embedding']:.4f}): the network has collapsed; a smaller --lr helps")
-    elif epoch == epochs and loss > 0.999 * entry["chance"] and task.seen > 1:
+    elif loss > 0.999 * entry["chance"]:
         print(f"warning: task {t} ends with {c.plasticity} {loss:.4f}, chance is "
               f"{entry['chance']:.4f}: it was not learned; another --lr or more epochs may help")
 
