@@ -1055,6 +1055,12 @@ def test_profile_of_a_step(here):
     assert set(Path().iterdir()) == before
 
 
+def test_each_task_alone(here):
+    done = subprocess.run([sys.executable, ROOT / "results" / "alone.py", *TINY, "--epochs-first", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and len(json.load(open("runs/alone/shapes.json"))["accuracy"]) == 5, done.stderr
+    assert json.load(open("runs/alone/shapes-task3/config.json"))["settings"]["classes"] == ["ring", "bar"]
+
+
 def test_what_the_loop_hands_to_the_losses(here, monkeypatch):
     """Current views as anchors, P_1:t-1 to FNC2, P_1:t and alpha of Eq. 10 to HSD."""
     seen, distilled = [], []

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The CIFAR-10 runs of results/README.md, decisive ones first, two at a time with one thread each, about 12 minutes a run.
 #     bash results/cifar.sh [CIFAR10_DIR]                  # seen from the project's root
-# Survives being stopped: skips what is kept in results/cifar10, and a run that was cut short goes on.
+# Survives being stopped: skips what is kept in results/cifar10, and a run that was cut short goes on. Rows that start from the first
+# task of another run need it in runs/: in a fresh clone remove hsd-*.json and co2l-*.json from results/cifar10 first.
 cd "$(dirname "$0")/.." || exit
 export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10
 export SETTING="--dataset cifar10 --data-dir $DATA --width 16 --image-size 16 --batch-size 128 --lr 0.125 --epochs-first 25 --epochs 12 --amp"
@@ -28,6 +29,7 @@ for s in 0 1 2; do
     echo "hsd-$s --seed $s"
     echo "co2l-$s --seed $s --plasticity supcon --stability ird"
 done | each
+[ -e $KEEP/alone.json ] || { python results/alone.py $SETTING > runs/cifar10/alone.log && cp runs/alone/cifar10.json $KEEP/alone.json; }
 fnc2=runs/cifar10/hsd supcon=runs/cifar10/co2l
 {
     for s in 0 1 2; do echo "ird-$s --init $fnc2-$s --stability ird"; done

@@ -28,7 +28,9 @@ def load(folder):
     """{name: [results of each seed]}, in the order of LABELS."""
     runs = {}
     for path in sorted(Path(folder).glob("*.json")):
-        name = re.fullmatch(r"(.+)-(\d+)", path.stem)[1]
+        if not (match := re.fullmatch(r"(.+)-(\d+)", path.stem)):
+            continue                            # alone.json is no run
+        name = match[1]
         runs.setdefault(name, []).append(json.loads(path.read_text()))
         log = path.with_suffix(".jsonl")
         if log.exists():
@@ -73,7 +75,7 @@ def table(runs, readout):
         print(f"| {label(name)} | {len(seeds)} | " + " | ".join(cells) + " |")
 
 
-def learning(runs):
+def learning(runs, folder):
     """How far below chance each task's plasticity loss ended, %, and Task-IL when it was new."""
     print("\n| losses | n | loss below chance at the end of tasks 1, 2, ..., % | Task-IL of each task "
           "when new, linear |\n|---|---|---|---|")
@@ -91,6 +93,9 @@ def learning(runs):
             "-" if not values else f"{statistics.mean(values):.{digits}f}" for values in (
                 [v for u, v in pairs if u == t] for t in range(T)))
         print(f"| {label(name)} | {len(seeds)} | {show(below, 1)} | {show(new, 1)} |")
+    if (alone := Path(folder) / "alone.json").exists():
+        found = json.loads(alone.read_text())["accuracy"]
+        print(f"| a network for each task alone | 1 | - | {', '.join(f'{a:.1f}' for a in found)} |")
 
 
 def plot(runs, names, path):
@@ -128,7 +133,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     runs = load(args.folder)
     if args.learning:
-        learning(runs)
+        learning(runs, args.folder)
     else:
         for readout in READOUTS:
             table(runs, readout)
