@@ -13,7 +13,7 @@ class ReservoirBuffer:
 
     def __init__(self, capacity, seed=0):
         self.capacity, self.seen = capacity, 0
-        self.images = torch.empty(0, dtype=torch.uint8)
+        self.images = torch.empty(0, dtype=torch.uint8)     # torch.cat takes (0,) beside any shape
         self.labels = torch.empty(0, dtype=torch.long)
         self.generator = torch.Generator().manual_seed(seed)
 

@@ -30,7 +30,6 @@ DATASETS = {
     "folder": dict(classes=None, tasks=None, size=32, crop=(0.2, 1.0), blur=0.0,
                    mean=None, std=None),
 }
-TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
 
 
@@ -108,9 +107,8 @@ def resize(images, size):
     """(n, 3, H, W) uint8 -> (n, 3, size, size) uint8, antialiased, a thousand images at a time."""
     if images.shape[-2:] == (size, size):
         return images
-    parts = [F.interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True)
-             .round_().clamp_(0, 255).byte() for part in images.split(1000)]
-    return torch.cat(parts)
+    return torch.cat([F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True)
+                      .round_().clamp_(0, 255).byte() for part in images.split(1000)])
 
 
 def load_cifar(root, size, variant):
@@ -133,7 +131,7 @@ def load_cifar(root, size, variant):
 def load_tiny_imagenet(root, size):
     """The official tiny-imagenet-200.zip, unpacked in `root`."""
     folder = root / "tiny-imagenet-200"
-    source = f"it comes from {TINY_URL}, to be unpacked in {root}"
+    source = f"unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in {root}"
 
     def lines(path):
         if not path.is_file():
@@ -313,13 +311,12 @@ def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jit
     """
     if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
         raise ValueError(f"augment needs square RGB images (B, 3, S, S), got {tuple(images.shape)}")
-    u = torch.rand(len(images), 31, generator=generator)[share]
+    # columns of u: 0-21 box, 22 flip, 23 jitter or not, 24-27 its strengths, 28 grey, 29-30 blur
+    u = torch.rand(len(images), 31, generator=generator, pin_memory=images.is_cuda)[share]
     order = torch.randperm(4, generator=generator).tolist()
     images = images[share]
     B, size = len(images), images.shape[-1]
-    if images.is_cuda:
-        u = u.pin_memory()                          # so that the copy waits for nothing
-    u = u.to(images.device, non_blocking=images.is_cuda)
+    u = u.to(images.device, non_blocking=images.is_cuda)            # pinned: it waits for nothing
     x = random_crop_flip(images, u[:, :23], crop)
     if jitter:
         shift = (2 * u[:, 24:28] - 1) * (u[:, 23:24] < jitter)          # (B, 4); 0 changes nothing

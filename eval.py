@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from buffer import ReservoirBuffer
 from data import DATASETS, Problem, augment, normalise, of_classes, save, split_tasks, write
-from train import FREE, command, load_data, load_task, number, open_run, pick_device
+from train import FREE, command, load_data, load_task, make_task, number, open_run, pick_device
 
 # Random crops (and flips) of each image whose features are cached. Classes are drawn equally often,
 # so the few old images are drawn far more often than the task's, and need more crops not to be
@@ -45,7 +45,8 @@ def average_accuracy(A):
 
 
 def forgetting(A):
-    """F (Eq. 12): mean over i < T of max A[t, i] over i <= t < T, minus A[T, i].
+    """F (Eq. 12): mean over i < T of max A[t, i] over i <= t < T, minus A[T, i]. (The paper's max
+    begins at t = 1, where task i > 1 has no accuracy yet.)
 
     Negative where old tasks got better; nan for a single task, which has nothing to forget.
     """
@@ -224,42 +225,40 @@ def evaluate(run, *, epochs=100, lr=0.1, probe_samples=None, split="test", devic
     rows = {name: {kind: [] for kind in KINDS} for name in READOUTS}
     saved = {"classes": data.names} | {key: value.tolist() for key, value in colours.items()}
     last_net = kept = None                      # kept: means and covariance, image-free
-    for t, file in enumerate(finished):
+    for t, file in enumerate(finished, 1):
         state, net = load_task(file, c, device)
-        old, seen, prototypes = data.tasks[t][0], data.tasks[t][-1] + 1, state["prototypes"]
-        mine = of_classes(data.train_labels, data.tasks[t])
-        task_images, task_labels = data.train_images[mine], data.train_labels[mine]
+        task = make_task(data, t, probe, state["prototypes"])
 
         held = state["buffer"] if c.buffer else probe.state_dict()
-        linear = linear_readout(net, crop, (task_images, task_labels),
-                                (held["images"], held["labels"]), seen, epochs=epochs, lr=lr,
+        linear = linear_readout(net, crop, (task.images, task.labels),
+                                (held["images"], held["labels"]), task.seen, epochs=epochs, lr=lr,
                                 seed=c.seed)
-        h_task = exact(net, task_images)        # (n, F)
-        new = class_statistics(h_task, task_labels.cpu())
-        if t:                                   # the old encoder, on images of this task alone
-            kept = carry(*kept, *fit_map(exact(last_net, task_images), h_task))
-        kept = join(*kept, *new) if t else new
+        h_task = exact(net, task.images)        # (n, F)
+        new = class_statistics(h_task, task.labels.cpu())
+        if t > 1:                               # the old encoder, on images of this task alone
+            kept = carry(*kept, *fit_map(exact(last_net, task.images), h_task))
+        kept = join(*kept, *new) if t > 1 else new
         image_free = [part.float().to(device) for part in discriminant(*kept)]
 
-        shown = labels < seen
+        shown = labels < task.seen
         h, z = encode(net, images[shown], plain)
         scores = {"linear": F.linear(h, *linear), "image_free": F.linear(h, *image_free),
-                  "prototype": z @ prototypes[:seen].T}
-        tasks = data.tasks[:t + 1]
+                  "prototype": z @ task.prototypes[:task.seen].T}
+        tasks = data.tasks[:t]
         if c.tasks == 1:                        # joint training, scored by the dataset's own tasks
-            tasks = split_tasks(seen, DATASETS[c.dataset]["tasks"] or 1)
+            tasks = split_tasks(task.seen, DATASETS[c.dataset]["tasks"] or 1)
         for name in READOUTS:
             for kind, row in zip(KINDS, accuracies(scores[name], labels[shown], tasks)):
                 rows[name][kind].append(row)
-        saved[f"task{t + 1}"] = {
+        saved[f"task{t}"] = {
             "linear": dict(zip(("weight", "bias"), linear)),
             "image_free": dict(zip(("weight", "bias", "means", "covariance"),
                                    (*image_free, *(part.float() for part in kept))))}
-        probe.add(task_images, task_labels)
+        probe.add(task.images, task.labels)
         last_net = net
     save(Path(run) / "classifier.pt", saved)
     results = {name: {kind: summary(rows[name][kind]) for kind in KINDS} for name in READOUTS}
-    nc, wide = neural_collapse(z, labels[shown], prototypes), h.shape[1]
+    nc, wide, old = neural_collapse(z, labels[shown], task.prototypes), h.shape[1], task.old
     if c.plasticity != "fnc2":                  # no prototypes were learned with
         nc |= {"nc3": None, "nc4": None}
     return results | {
@@ -317,16 +316,15 @@ def print_results(run, r):
 
 def print_table(all_results):
     """A line for each run, then mean ± sample standard deviation."""
-    columns = [(name, kind, key) for name in ("linear", "image_free") for kind in KINDS
-               for key in ("aa", "forgetting")]
+    rows = {run: [r[name][kind][key] for name in ("linear", "image_free") for kind in KINDS
+                  for key in ("aa", "forgetting")] for run, r in all_results.items()}
     print(f"\n{'':26}" + "".join(f"{READOUTS[name]:<44}" for name in ("linear", "image_free")))
     print(f"{'':26}" + "".join(f"{title:<22}" for title in KINDS.values()) * 2)
     print(f"{'run':<26}" + f"{'AA':<11}{'forgetting':<11}" * 4)
-    values = [[r[name][kind][key] for r in all_results.values()] for name, kind, key in columns]
-    for run, row in zip(all_results, zip(*values)):
+    for run, row in rows.items():
         print(f"{str(run)[-25:]:<26}" + "".join(f"{show(value):<11}" for value in row))
     cells = ["-" if None in v else f"{statistics.mean(v):.1f} ± {statistics.stdev(v):.1f}"
-             for v in values]
+             for v in zip(*rows.values())]
     print(f"{f'mean ± std, n = {len(all_results)}':<26}" + "".join(f"{a:<11}" for a in cells))
 
 
@@ -351,8 +349,9 @@ def build_parser():
 
 def main(argv):
     """Evaluate the runs named, or the newest; print, and write results.json."""
-    args = build_parser().parse_args(argv)
-    runs, device = [Path(run) for run in args.runs], pick_device(args.device)
+    options = vars(build_parser().parse_args(argv))         # the keywords of `evaluate`, and runs
+    runs = [Path(run) for run in options.pop("runs")]
+    options["device"] = pick_device(options["device"])
     if not runs:
         newest = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
         if not newest:
@@ -363,12 +362,10 @@ def main(argv):
     compare(runs)
     all_results = {}
     for run in runs:
-        all_results[run] = evaluate(
-            run, epochs=args.epochs, lr=args.lr, probe_samples=args.probe_samples,
-            split=args.split, device=device, data_dir=args.data_dir)
-        path = run / ("results.json" if args.split == "test" else "results-val.json")
-        write(path, json.dumps(all_results[run], indent=1).encode())
-        print_results(run, all_results[run])
+        results = all_results[run] = evaluate(run, **options)
+        path = run / ("results.json" if options["split"] == "test" else "results-val.json")
+        write(path, json.dumps(results, indent=1).encode())
+        print_results(run, results)
         print(f"written to {path}")
     if len(runs) > 1:
         print_table(all_results)

@@ -50,6 +50,7 @@ def own_prototypes(prototypes, labels):
 def focal(log_p, gamma):
     """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss."""
     hardness = -torch.expm1(log_p)                                      # 1 - p
+    # not below eps: 0^gamma has no finite gradient for gamma < 1, and log p is 0 there anyway
     return hardness.clamp(min=torch.finfo(log_p.dtype).eps) ** gamma * log_p
 
 

@@ -1342,6 +1342,14 @@ def test_baselines_command_reports_its_own_head_and_our_readouts(baselines):
     assert "holds a run already" in cli(baselines, *argv)[2] and "give --buffer" in cli(baselines, "--method", "er", *TINY)[2]
 
 
+def test_a_gpu_without_a_number_gets_one(monkeypatch):
+    """torch.cuda.set_device refuses torch.device("cuda"); no GPU is needed to see what it is given."""
+    chosen, real = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: SimpleNamespace(device=torch.device("cuda:0")) if device == "cuda" else real(*a, device=device, **k))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert train.pick_device("cuda") == torch.device("cuda:0") == chosen[0] and chosen[0].index == 0
+
+
 # ---------------------------------------------------------------------------- wrong input
 
 BAD = """

@@ -1,14 +1,14 @@
-"""Stage 1: learn tasks one after the other with L = w L_FNC2 + L_HSD (Eq. 6, where w = 1).
+"""Stage 1: learn tasks one after the other with L = w L_FNC2 + v L_HSD (Eq. 6, where w = v = 1).
 
     python train.py                                  # drawn shapes, minutes on a laptop, no files
     python train.py --dataset cifar10 --buffer 0     # the paper's headline run (a GPU and hours)
     python train.py --dataset cifar10 --plasticity supcon --stability ird      # Co2L
     torchrun --nproc-per-node 4 train.py ...         # the same run on four GPUs
 
-What the flags leave unset is filled by the dataset's preset below; w is --plasticity-weight, see D9
-in the README. A run folder holds config.json (settings), log.jsonl (a line per epoch), task<t>.pt
-(the state at the end of task t) and last.pt (the same inside a task, for --resume).
-`python eval.py RUN` evaluates it.
+What the flags leave unset is filled by the dataset's preset below; w is --plasticity-weight (D9 in
+the README), v --stability-weight. A run folder holds config.json (settings), log.jsonl (a line per
+epoch), task<t>.pt (the state at the end of task t) and last.pt (the same inside a task, for
+--resume). `python eval.py RUN` evaluates it.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -51,6 +50,7 @@ PRESETS = {
 
 
 # ------------------------------------------------------------------------ training
+# `c` is the settings of a run: a namespace of the flags in `build_parser`.
 
 class Task(NamedTuple):
     number: int                     # 1..T
@@ -98,11 +98,11 @@ def train_step(images, labels, task, net, teacher, predictor, optimizer, c, gene
     y = labels.repeat(2)                                                        # (2N,)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
         z = net(x)                                                              # (2N/W, d)
-        z_now = predictor(z) if teacher is not None and c.predictor else z      # (2N/W, d)
-        with torch.no_grad():
-            z_past = teacher(x) if teacher is not None else z                   # (2N/W, d)
-    z_now = gather(z_now)                                                       # (2N, d)
-    z = gather(z) if c.predictor else z_now
+        if teacher is not None:
+            z_distil = predictor(z) if c.predictor else z   # what HSD compares with z_past
+            with torch.no_grad():
+                z_past = teacher(x)                                             # (2N/W, d)
+    z = gather(z)                                                               # (2N, d)
 
     current = y >= task.old                                 # views of old images are no anchors
     if c.plasticity == "fnc2":
@@ -113,8 +113,8 @@ def train_step(images, labels, task, net, teacher, predictor, optimizer, c, gene
         plasticity = supcon_loss(z, y, current, tau=c.tau)
     stability = torch.zeros_like(plasticity)
     if teacher is not None:
-        stability = hsd_loss(z_now, gather(z_past), task.prototypes[:task.seen], alpha, # P_1:t
-                             kappa_current=c.kappa_current, kappa_past=c.kappa_past,
+        stability = hsd_loss(gather(z_distil), gather(z_past), task.prototypes[:task.seen],  # P_1:t
+                             alpha, kappa_current=c.kappa_current, kappa_past=c.kappa_past,
                              zeta_current=c.zeta_current, zeta_past=c.zeta_past)
     loss = c.plasticity_weight * plasticity + c.stability_weight * stability            # Eq. 6
 
@@ -136,8 +136,8 @@ def train_epoch(epoch, epochs, task, net, teacher, predictor, optimizer, c, gene
     if size == 0:
         raise Problem(f"task {task.number} has {n} images, fewer than the {processes()} processes")
     steps = n // size
-    alpha = {"hsd": hsd_alpha(epoch, epochs, c.e0, c.alpha_max), "sprd": 1.0}.get(c.stability, 0.0)
-    alpha = alpha if teacher is not None else 0.0
+    alpha = {"hsd": hsd_alpha(epoch, epochs, c.e0, c.alpha_max), "ird": 0.0, "sprd": 1.0,
+             "none": 0.0}[c.stability] if teacher is not None else 0.0
     order = torch.randperm(n, generator=generator).to(device)
     total, start, shown = torch.zeros(3, device=device), time.perf_counter(), 0.0
     for step in range(steps):
@@ -191,7 +191,7 @@ def train(c, data, device, out):
         net.load_state_dict(state["net"])
         predictor.load_state_dict(state["predictor"])       # unchanged without --predictor
         optimizer.load_state_dict(state["optimizer"])
-        if state["task"] > 1:                               # in task 1 it is empty anyway
+        if state["task"] > 1:                   # empty before, and --init may change its capacity
             buffer.load_state_dict(state["buffer"])
     log = open_log(out, state)
     compiled = torch.compile if c.compile else lambda module: module
@@ -199,7 +199,7 @@ def train(c, data, device, out):
     for t in range(state["task"] if state else 1, c.tasks + 1):
         task = make_task(data, t, buffer, prototypes)
         epochs = c.epochs if t > 1 else c.epochs_first
-        if t > 1 and c.stability != "none":                 # the network as the last task left it
+        if t > 1 and c.stability != "none":     # from its file: after a resume net is further on
             teacher = compiled(frozen_copy(load_task(out / f"task{t - 1}.pt", c, device)[1]))
         generator = torch.Generator().manual_seed(seed_for(c.seed, f"task {t}"))  # batches, views
         done = 0
@@ -210,12 +210,11 @@ def train(c, data, device, out):
             entry = train_epoch(epoch, epochs, task, forward, teacher, predictor, optimizer, c,
                                 generator)
             report(entry, epochs, task, c)
-            log.write(json.dumps(entry) + "\n")
-            log.flush()
+            print(json.dumps(entry), file=log, flush=True)
             if epoch < epochs and time.monotonic() - saved >= 60 * c.save_every:
                 save_state("last.pt", t, epoch)
                 saved = time.monotonic()
-        save_state(f"task{t}.pt", t, epochs)
+        save_state(f"task{t}.pt", t, epochs)    # with the buffer that task t trained with (D13)
         wait_for_all()                                      # they read the teacher from this file
         buffer.add(task.images, task.labels)    # every image of the finished task, offered once
     log.close()
@@ -227,7 +226,7 @@ def train(c, data, device, out):
 # gathered, every process computes the loss of the whole batch, and the gradients of the shares add
 # up to that of one process. The first alone prints and writes. Without torchrun W is 1.
 
-def rank():
+def rank():                                     # torchrun sets LOCAL_RANK, others may set RANK
     return int(os.environ["RANK"]) if "LOCAL_RANK" in os.environ else 0
 
 
@@ -308,10 +307,10 @@ def report(entry, epochs, task, c):
 
 def chance(task, c):
     """The plasticity loss where all similarities are equal: about ln(2N-1 + old prototypes)."""
-    others = 2 * min(c.batch_size, len(task.pool_labels)) - 1
+    others, focus = 2 * min(c.batch_size, len(task.pool_labels)) - 1, 1
     if c.plasticity == "fnc2":
         others += 0 if c.no_pseudo_replay else task.old
-    focus = (1 - 1 / others) ** c.gamma if c.plasticity == "fnc2" else 1
+        focus = (1 - 1 / others) ** c.gamma
     return math.log(others) * focus * len(task.labels) / len(task.pool_labels)  # old views count 0
 
 
@@ -332,7 +331,7 @@ def open_run(path):
                       ) from None
     while (path / f"task{len(finished) + 1}.pt").is_file():
         finished.append(path / f"task{len(finished) + 1}.pt")
-    return SimpleNamespace(**saved), finished
+    return argparse.Namespace(**saved), finished
 
 
 def latest_state(out, c, device):
@@ -386,23 +385,22 @@ def open_log(out, state):
 
 # ------------------------------------------------------------------------ settings
 
-FREE = {"data_dir", "device", "compile", "out", "resume", "init", "save_every"}  # only rounding
+# FREE may change on --resume and among runs that are averaged: they move rounding at most.
+# LATER may change with --init too: they do not touch task 1.
+FREE = {"data_dir", "device", "compile", "out", "resume", "init", "save_every"}
 LATER = {"buffer", "stability", "stability_weight", "no_pseudo_replay", "predictor", "alpha_max",
-         "epochs", "e0", "kappa_past", "kappa_current", "zeta_past", "zeta_current"}  # nor task 1
+         "epochs", "e0", "kappa_past", "kappa_current", "zeta_past", "zeta_current"}
 
 
-def number(kind, low, high=math.inf, above=False):
+def number(kind, low, high, above=False):
     """An argparse type: a number of `kind`, low <= it <= high, or low < it if `above`."""
     def parse(text):
-        try:
+        with contextlib.suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or above and value == low or abs(value) == math.inf:
-            word = "a whole number" if kind is int else "a number"
-            limits = f"{'above' if above else 'from'} {low}" + f" to {high}" * (high < math.inf)
-            raise argparse.ArgumentTypeError(f"{text!r} should be {word} {limits}")
-        return value
+            if low <= value <= high and not (above and value == low):
+                return value
+        word, start = "a whole number" if kind is int else "a number", "above" if above else "from"
+        raise argparse.ArgumentTypeError(f"{text!r} should be {word} {start} {low} to {high}")
     return parse
 
 
@@ -511,7 +509,10 @@ def check(c, classes):
 
 
 def seed_for(seed, purpose):
-    """Streams of their own from one --seed: what one of them draws moves none of the others."""
+    """Streams of their own from one --seed: what one of them draws moves none of the others.
+
+    The prototypes, the validation split and eval.py take the seed itself.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:7], "big")
 
 
@@ -528,8 +529,7 @@ def pick_device(name):
     if name == "cuda" and processes() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"               # a GPU for each process
     with contextlib.suppress(RuntimeError, AssertionError):     # unknown, or not in this torch
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=name).device             # with its number: cuda is cuda:0
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if device.type in ("cpu", "cuda", "mps"):
@@ -591,7 +591,7 @@ def main(argv):
                                 timeout=timedelta(hours=2))
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
-        wait_for_all()                                      # the first may download the data
+        wait_for_all()                                      # (a) the first may download the data
     data = load_data(c, device)
     c.classes = data.names
     check(c, len(c.classes))
@@ -605,7 +605,7 @@ def main(argv):
     try:
         if rank() == 0:
             prepare(c, out, device)
-            wait_for_all()
+            wait_for_all()                                  # (a) now the others load theirs
         wait_for_all()                                      # until all hold the data
         train(c, data, device, out)
         if processes() > 1:
