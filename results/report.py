@@ -70,7 +70,7 @@ def table(runs, readout):
     for name, seeds in rows.items():
         cells = [cell([r[readout][kind][key] for r in seeds]) for key, kind in COLUMNS]
         for i, kind in enumerate(("class_il", "task_il")):
-            if mean(seeds, kind) == best[kind]:
+            if mean(seeds, kind) == best[kind] and len(rows) > 1:
                 cells[i] = f"**{cells[i]}**"
         print(f"| {label(name)} | {len(seeds)} | " + " | ".join(cells) + " |")
 
@@ -119,7 +119,7 @@ def plot(runs, names, path):
         axis.set(title=title, xlabel="after task", ylabel="average accuracy so far, %",
                  xticks=range(1, len(means) + 1))
         axis.grid(alpha=0.3)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3,
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2,
                   fontsize=8)
     figure.savefig(path, dpi=120)
     print(f"written: {path}")
