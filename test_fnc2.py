@@ -1160,6 +1160,9 @@ train.train_step(task.pool_images[batch], task.pool_labels[batch], task, net.tra
                  torch.Generator().manual_seed(1), 0.5)
 if train.rank() == 0:
     torch.save([p.grad for m in (net, predictor) for p in m.parameters()], sys.argv[1])
+if train.processes() > 1:
+    dist.barrier()
+    dist.destroy_process_group()                                # left to the interpreter's end it may abort
 """
 
 
