@@ -741,10 +741,10 @@ def test_evaluation_after_a_task_sees_its_images_and_the_kept_ones_alone(here, m
     evaluation.evaluate("one", epochs=1, probe_samples=None if buffer else 6)
     plain = [labels for crops, _, labels in seen if not crops]
     assert plain == [[0, 1]] + [[2 * t, 2 * t + 1] for t in range(1, 5) for _ in range(2)]     # image-free: task t, new and old network
-    task, t = [0, 1], 0
+    t = 0
     for crops, n, labels in seen:
         if crops and labels[0] >= 2 * t and n == 12:            # the task's own
-            t, task = labels[0] // 2, labels
+            t = labels[0] // 2
             assert labels == [2 * t, 2 * t + 1]
         elif crops:                                             # old images, no more than are kept
             assert n <= 6 and max(labels) < 2 * t

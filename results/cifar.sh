@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CIFAR-10 runs of results/README.md, decisive ones first, two at a time with one thread each, about 12 minutes a run.
+# The CIFAR-10 runs of results/README.md, decisive ones first, two at a time with one thread each, 16 minutes a run, 9 from a shared first task.
 #     bash results/cifar.sh [CIFAR10_DIR]                  # seen from the project's root
 # Survives being stopped: skips what is kept in results/cifar10, and a run that was cut short goes on. Rows that start from the first
 # task of another run need it in runs/: in a fresh clone remove hsd-*.json and co2l-*.json from results/cifar10 first.
