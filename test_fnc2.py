@@ -1325,15 +1325,23 @@ def test_gem_projects_onto_the_cone_of_its_constraints(baselines):
 def test_gss_lets_in_only_gradients_unlike_the_stored_ones(baselines):
     learner, tasks, _ = learner_of(baselines, "gss", buffer=4)
     images, labels = (part[:8] for part in tasks[0])
-    learner.memory.add(images[:4], labels[:4], torch.full((4,), 0.5))
-    alike = torch.ones(5)
-    learner.gradient = lambda x, y: alike                       # cosine 1: a score of 2
-    learner.remember(images[4:], labels[4:])
-    assert torch.equal(learner.memory.rows[0], images[:4])
-    answers = itertools.cycle([torch.ones(5), -torch.ones(5)])
-    learner.gradient = lambda x, y: next(answers)               # opposite: a score of 0
-    learner.remember(images[4:], labels[4:])
-    assert not torch.equal(learner.memory.rows[0], images[:4])
+    learner.step(images[:4], labels[:4])                        # fills the memory
+    assert torch.equal(learner.memory.rows[0], images[:4]) and learner.memory.rows[2].tolist() == pytest.approx([0.1] * 4)
+    G, before = learner.gradients(images, labels), [v.clone() for v in learner.net.state_dict().values()]
+    learner.net.eval()                                          # one by one, by autograd
+    for g, x, y in zip(G, data.normalise(images, **learner.colours), labels):
+        loss = F.cross_entropy(learner.net(x[None]), y[None])
+        assert torch.allclose(g, torch.cat([p.flatten() for p in torch.autograd.grad(loss, learner.parameters.values())]), atol=1e-5)
+    learner.net.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.net.state_dict().values()))
+    directions = {}
+    learner.gradients = lambda x, y: torch.stack([directions[image.numpy().tobytes()] for image in x])
+    for sign, moved in ((1.0, False), (-1.0, True)):            # alike: a score of 2; opposite: of 0
+        directions.update({image.numpy().tobytes(): torch.ones(5) for image in images[:4]})
+        directions.update({image.numpy().tobytes(): sign * torch.ones(5) for image in images[4:]})
+        learner.remember(images[4:], labels[4:])
+        assert torch.equal(learner.memory.rows[0], images[:4]) != moved
+    assert 0.0 in learner.memory.rows[2].round(decimals=4)      # a score of its own
 
 
 def test_baselines_command_reports_its_own_head_and_our_readouts(baselines):
@@ -1342,6 +1350,9 @@ def test_baselines_command_reports_its_own_head_and_our_readouts(baselines):
     assert status == 0 and "own classifier, AA: Class-IL" in printed, error
     r = json.load(open("er/results.json"))
     assert {"head", "linear", "image_free"} <= r.keys() and len(r["head"]["class_il"]["matrix"]) == 5 and r["method"]["lr"] == 0.1
+    assert "prototype" not in r and "neural collapse" not in printed and json.load(open("er/head.json")) == r["head"] and "loss" in json.loads(open("er/log.jsonl").readline())
+    diverged = cli(baselines, *argv[:-1], "lost", "--lr", "1000", "--epochs", "3")
+    assert diverged[0] == 2 and "smaller --lr than 1000" in diverged[2]
     assert "holds a run already" in cli(baselines, *argv)[2] and "give --buffer" in cli(baselines, "--method", "er", *TINY)[2]
 
 
@@ -1526,13 +1537,16 @@ def test_readme_quick_start_as_a_newcomer_runs_it(here):
 @pytest.mark.parametrize("folder", sorted(path.name for path in (ROOT / "results").iterdir() if list(path.glob("*.json"))))
 def test_tables_are_the_means_of_the_kept_results(folder):
     """Every row of report.py stands in results/README.md; the README's own table is made of such rows."""
-    done = subprocess.run([sys.executable, ROOT / "results" / "report.py", ROOT / "results" / folder], capture_output=True, text=True)
-    tables = done.stdout.split("Nearest prototype:")[0]
-    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| losses")]
-    assert done.returncode == 0 and len(rows) > 1
-    page = (ROOT / "results" / "README.md").read_text()
-    for row in rows:
-        assert row in page, f"run results/report.py results/{folder}: {row}"
+    page, report = (ROOT / "results" / "README.md").read_text(), [sys.executable, ROOT / "results" / "report.py", ROOT / "results" / folder]
+    for flags in [[]] + [["--learning"], ["--paper"]] * (folder == "cifar10"):
+        done = subprocess.run(report + flags, capture_output=True, text=True)
+        tables = done.stdout.split("Nearest prototype:")[0]
+        rows = [line for line in tables.splitlines() if re.match(r"\| .* \| \d+ \|", line)]
+        assert done.returncode == 0 and len(rows) > 1
+        for row in rows:
+            assert row in page, f"run results/report.py results/{folder}: {row}"
+    done = subprocess.run(report + ["--plot", "hsd:head"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no head results of hsd" in done.stderr
 
 
 def test_readme_results_are_rows_of_the_results_page():

@@ -14,6 +14,7 @@ images, "image_free"). Imports our modules, is imported by none.
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -93,7 +94,7 @@ def crop_flip(images, generator, mean, std):
 
 
 class Learner:
-    """What the methods share. `step` trains on a batch of the current task, `finish` ends a task."""
+    """What the methods share. `step` trains on a batch of the task and returns the loss."""
 
     def __init__(self, c, m, data, device):
         torch.manual_seed(train.seed_for(c.seed, "weights"))
@@ -102,7 +103,9 @@ class Learner:
         self.net = Classifier(c, self.classes).to(device, memory_format=torch.channels_last)
         self.generator = torch.Generator().manual_seed(train.seed_for(c.seed, "baseline"))
         self.memory = Memory(c.buffer, self.generator)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=m.lr)
+        self.parameters = {name: p for name, p in self.net.named_parameters()
+                           if "projector" not in name}      # the head reads features
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=m.lr)
         self.colours = {key: data.recipe[key] for key in ("mean", "std")}
         self.old = 0                                        # classes of earlier tasks
 
@@ -117,6 +120,7 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+        return loss.detach()
 
     def pool(self, images, labels):
         """What an epoch goes through, given all images of the task."""
@@ -127,7 +131,7 @@ class Learner:
 
     def scores(self, images):
         """(n, classes) for test images: the method's own classifier."""
-        return self.each(images, lambda x: self.logits(x))
+        return self.each(images, self.net)                  # in float32, as our readouts
 
     @torch.no_grad()
     def each(self, images, function):
@@ -146,8 +150,9 @@ class ER(Learner):
         if len(self.memory):
             old_images, old_labels = self.memory.draw(self.c.batch_size)[:2]
             x, y = torch.cat([images, old_images]), torch.cat([labels, old_labels])
-        self.update(F.cross_entropy(self.logits(self.view(x)), y))
+        loss = self.update(F.cross_entropy(self.logits(self.view(x)), y))
         self.remember(images, labels)
+        return loss
 
     def remember(self, images, labels):
         self.memory.add(images, labels)
@@ -166,8 +171,8 @@ class DER(Learner):
                 old_images, old_labels, _ = self.memory.draw(self.c.batch_size)
                 again = F.cross_entropy(self.logits(self.view(old_images)), old_labels)
                 loss = loss + self.m.beta * again
-        self.update(loss)
         self.memory.add(images, labels, out.detach())
+        return self.update(loss)
 
 
 class ICaRL(Learner):
@@ -187,7 +192,7 @@ class ICaRL(Learner):
             with torch.no_grad():
                 target[:, :self.old] = self.logits(x, self.teacher)[:, :self.old].sigmoid()
         loss = F.binary_cross_entropy_with_logits(self.logits(x)[:, :seen], target)
-        self.update(loss + 1e-5 * sum(p.square().sum() for p in self.net.parameters()))
+        return self.update(loss + 1e-5 * sum(p.square().sum() for p in self.parameters.values()))
 
     def features(self, images):
         return F.normalize(self.each(images, lambda x: self.net.encoder.features(x)), dim=1)
@@ -213,7 +218,7 @@ class ICaRL(Learner):
         self.teacher = frozen_copy(self.net).eval()         # here by running statistics
 
     def scores(self, images):
-        means = torch.stack([self.features(e).mean(0) for e in self.exemplars])
+        means = F.normalize(torch.stack([self.features(e).mean(0) for e in self.exemplars]), dim=1)
         s = means.new_full((len(images), self.classes), -torch.inf)
         s[:, :len(means)] = -torch.cdist(self.features(images), means)
         return s
@@ -247,22 +252,20 @@ class GEM(Learner):
 
     def gradient(self, images, labels):
         self.optimizer.zero_grad()
-        F.cross_entropy(self.logits(self.view(images)), labels).backward()
-        return torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten()
-                          for p in self.net.parameters()])
+        loss = F.cross_entropy(self.logits(self.view(images)), labels)
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in self.parameters.values()])
 
     def step(self, images, labels):
-        G = [self.gradient(*kept) for kept in self.tasks]
-        g = self.gradient(images, labels)
-        if G:
-            G = torch.stack(G)
-            if (G @ g < 0).any():
-                g = gem_project(g, G, self.m.margin)
-                parts = g.split([p.numel() for p in self.net.parameters()])
-                for p, part in zip(self.net.parameters(), parts):
-                    if p.grad is not None:
-                        p.grad.copy_(part.view(p.shape))
+        G = [self.gradient(*kept)[1] for kept in self.tasks]
+        loss, g = self.gradient(images, labels)
+        if G and (torch.stack(G) @ g < 0).any():
+            g = gem_project(g, torch.stack(G), self.m.margin)
+            parts = g.split([p.numel() for p in self.parameters.values()])
+            for p, part in zip(self.parameters.values(), parts):
+                p.grad.copy_(part.view(p.shape))
         self.optimizer.step()
+        return loss
 
     def finish(self, images, labels):
         n = self.c.buffer // len(self.data.tasks)
@@ -274,31 +277,40 @@ class GEM(Learner):
 class GSS(ER):
     """ER whose memory prefers images with gradients unlike those that are stored (greedy).
 
-    The score is 1 + the cosine of the batch's gradient with that of one stored batch, taken whole:
-    the maximum over single stored images would cost a pass for each. Costs 2-2.5 times ER.
+    A score is 1 + the largest cosine with the gradients of a few stored images. A full memory lets
+    a batch in if its mean gradient scores below 1, image by image: a slot is drawn by the stored
+    scores s and replaced with probability s / (s + the image's own score).
     """
 
-    def gradient(self, images, labels):
-        out = self.logits(self.view(images))
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(F.cross_entropy(out, labels), parameters, allow_unused=True)
-        return torch.cat([g.flatten() for g in grads if g is not None])
+    def gradients(self, images, labels):
+        """One for each plain image, BatchNorm by running statistics: (n, P)."""
+        def loss(parameters, x, y):
+            out = torch.func.functional_call(self.net, parameters, (x[None],))
+            return F.cross_entropy(out, y[None])
+
+        self.net.eval()
+        parts = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+            {name: p.detach() for name, p in self.parameters.items()},
+            normalise(images, **self.colours), labels)
+        self.net.train()
+        return torch.cat([part.flatten(1) for part in parts.values()], 1)
 
     def remember(self, images, labels):
-        score = 0.1
+        score, singles = torch.tensor(0.1), torch.full((len(labels),), 0.1)
         if len(self.memory):
-            stored = self.gradient(*self.memory.draw(self.c.batch_size)[:2])
-            score = 1 + F.cosine_similarity(self.gradient(images, labels), stored, dim=0).item()
-        scores = torch.full((len(labels),), score)
-        for row in zip(images, labels, scores):
+            g = self.gradients(images, labels)
+            stored = self.gradients(*self.memory.draw(self.c.batch_size)[:2])
+            score, *singles = 1 + (F.normalize(torch.cat([g.mean(0, keepdim=True), g]), dim=1)
+                                   @ F.normalize(stored, dim=1).T).amax(1).cpu()
+        for image, label, single in zip(images, labels, singles):
             if len(self.memory) < self.memory.capacity:
-                self.memory.put(len(self.memory), row)
+                self.memory.put(len(self.memory), (image, label, score))
             elif score < 1:
                 held = self.memory.rows[2]
                 slot = int(torch.multinomial(held + 1e-6, 1, generator=self.generator))
-                keep = score / (score + held[slot].item() + 1e-12)
-                if torch.rand(1, generator=self.generator).item() > keep:
-                    self.memory.put(slot, row)
+                replaced = held[slot] / (held[slot] + single + 1e-12)
+                if torch.rand(1, generator=self.generator) < replaced:
+                    self.memory.put(slot, (image, label, single))
 
 
 LEARNERS = {"er": ER, "der": DER, "derpp": DER, "icarl": ICaRL, "gem": GEM, "gss": GSS}
@@ -316,16 +328,23 @@ def run(c, m, data, device, out):
         learner.old, learner.per_task = classes[0], len(classes)
         pool_images, pool_labels = learner.pool(images, labels)
         size = min(c.batch_size, len(pool_labels))
-        learner.net.train()
         for epoch in range(1, c.epochs + 1):
-            start = time.perf_counter()
+            start, losses = time.perf_counter(), []
             order = torch.randperm(len(pool_labels), generator=learner.generator)
             for batch in order[:len(order) // size * size].split(size):
-                learner.step(pool_images[batch], pool_labels[batch])
-            entry = {"task": t, "epoch": epoch, "seconds": time.perf_counter() - start}
+                losses.append(learner.step(pool_images[batch], pool_labels[batch]))
+            loss = torch.stack(losses).mean().item()
+            entry = {"task": t, "epoch": epoch, "loss": loss,
+                     "seconds": time.perf_counter() - start}
             log.write(json.dumps(entry) + "\n")
             log.flush()
-            print(f"task {t} epoch {epoch}/{c.epochs} {entry['seconds']:.0f} s", flush=True)
+            print(f"task {t} epoch {epoch}/{c.epochs} loss {loss:.4f} {entry['seconds']:.0f} s",
+                  flush=True)
+            if not math.isfinite(loss):
+                raise Problem(f"the loss is not finite in task {t}, epoch {epoch}: start a new run "
+                              f"with a smaller --lr than {m.lr}")
+        kept, y = (learner.memory.rows or (data.train_images[:0], data.train_labels[:0]))[:2]
+        old = y < classes[0]                                # D13: images of tasks before t
         learner.finish(images, labels)
         seen = split[1] < classes[-1] + 1
         scores = learner.scores(split[0][seen])[:, :classes[-1] + 1]
@@ -333,11 +352,10 @@ def run(c, m, data, device, out):
             rows[kind].append(row)
         print(f"task {t}: Class-IL {sum(rows['class_il'][-1]) / t:.1f}, Task-IL "
               f"{sum(rows['task_il'][-1]) / t:.1f} by the method's own classifier", flush=True)
-        kept, y = (learner.memory.rows or (data.train_images[:0], data.train_labels[:0]))[:2]
-        old = y < classes[0]                                # D13: images of tasks before t
         save(out / f"task{t}.pt", {
             "settings": vars(c), "task": t, "epoch": c.epochs, "predictor": None, "optimizer": None,
             "generator": None, "net": learner.net.encoder.state_dict(),
+            "head": learner.net.head.state_dict(),
             "prototypes": torch.zeros(learner.classes, c.dim),
             "buffer": {"images": kept[old], "labels": y[old]}})
     return {kind: evaluation.summary(rows[kind]) for kind in rows}
@@ -354,17 +372,16 @@ def main(argv):
     for key, value in METHODS[m.method].items():
         if getattr(m, key, None) is None:
             setattr(m, key, value)
-    given = train.build_parser().parse_args(flags)          # to see which of these are left unset
-    c = train.parse(flags + ["--plasticity", "supcon", "--stability", "none"]
-                    + ["--batch-size", "32"] * (given.batch_size is None)
-                    + ["--out", f"runs/{m.method}-{given.dataset}-buffer{given.buffer}-seed"
-                       f"{given.seed}"] * (given.out is None))
-    c.lr = m.lr = given.lr or m.lr
+    c = train.parse(["--batch-size", "32", "--lr", str(m.lr), *flags])
+    folder = f"{c.dataset}-buffer{c.buffer}-seed{c.seed}"
+    if c.out == f"runs/{folder}":
+        c.out = f"runs/{m.method}-{folder}"
+    m.lr, c.plasticity, c.stability, c.epochs_first = c.lr, m.method, "none", c.epochs
     if c.init or c.resume:
         raise Problem("--init and --resume are train.py's: a baseline starts anew")
     if c.buffer == 0:
         raise Problem(f"--method {m.method} replays stored images: give --buffer 200, say")
-    c.plasticity, device, out = m.method, train.pick_device(c.device), Path(c.out)
+    device, out = train.pick_device(c.device), Path(c.out)
     data = train.load_data(c, device)
     c.classes = data.names
     if (out / "config.json").exists():
@@ -372,8 +389,11 @@ def main(argv):
     out.mkdir(parents=True, exist_ok=True)
     write(out / "config.json", json.dumps({"settings": vars(c), "method": vars(m)}).encode())
     head = run(c, m, data, device, out)
+    write(out / "head.json", json.dumps(head).encode())     # eval.py alone cannot make it again
     name = "val" if c.val_fraction else "test"
     results = {"head": head} | evaluation.evaluate(out, split=name, device=device)
+    del results["prototype"]                                # there are none, and the projector of
+    results["nc"] = dict.fromkeys(results["nc"])            # neural collapse is not trained
     path = out / ("results.json" if name == "test" else "results-val.json")
     write(path, json.dumps(results | {"method": vars(m)}, indent=1).encode())
     evaluation.print_results(out, results)

@@ -2,9 +2,11 @@
 
     python results/report.py results/cifar10                # Markdown: a table for each readout
     python results/report.py results/cifar10 --learning     # how far each task's loss went
-    python results/report.py results/cifar10 --plot hsd co2l none       # and FOLDER/methods.png
+    python results/report.py results/cifar10 --paper        # beside the paper's Table 1
+    python results/report.py results/cifar10 --plot hsd hsd:image_free er-buffer200:head    # FOLDER/methods.png
 
 All seeds of a NAME make one row: mean ± sample standard deviation over n seeds; best AA in bold.
+NAME-probe0 is the linear readout of NAME again, without old images (eval.py --probe-samples 0).
 """
 
 import argparse
@@ -21,6 +23,12 @@ LABELS = {"hsd": "FNC2 + HSD", "ird": "FNC2 + IRD", "sprd": "FNC2 + S-PRD", "non
           "joint": "joint training"}
 READOUTS = {"linear": "Linear classifier", "image_free": "Image-free", "head": "The method's own head",
             "prototype": "Nearest prototype"}
+# Table 1 of the paper, CIFAR-10: Class-IL / Task-IL AA; DER++ is from CILA's paper.
+PAPER = {"co2l": "58.89 / 86.65", "hsd": "69.26 / 94.41", "er-buffer200": "44.79 / 91.19",
+         "icarl-buffer200": "49.02 / 88.99", "gem-buffer200": "25.54 / 90.44",
+         "gss-buffer200": "39.07 / 88.80", "der-buffer200": "61.93 / 91.40",
+         "derpp-buffer200": "64.88 / 91.92", "co2l-buffer200": "65.57 / 93.43",
+         "hsd-buffer200": "72.63 / 95.31"}
 COLUMNS = [(key, kind) for key in ("aa", "forgetting") for kind in ("class_il", "task_il")]
 
 
@@ -42,7 +50,8 @@ def load(folder):
 def label(name):
     """hsd-buffer200 -> FNC2 + HSD, buffer 200."""
     method, *rest = name.split("-")
-    return ", ".join([LABELS[method], *(re.sub(r"(\d)", r" \1", part, count=1) for part in rest)])
+    return ", ".join([LABELS[method], *("0 old images" if part == "probe0" else re.sub(
+        r"(\d)", r" \1", part, count=1) for part in rest)])
 
 
 def cell(values):
@@ -54,7 +63,8 @@ def cell(values):
 
 def table(runs, readout):
     """One readout: AA and forgetting, Class-IL and Task-IL."""
-    rows = {name: [r for r in seeds if readout in r] for name, seeds in runs.items()}
+    rows = {name: [r for r in seeds if readout in r] for name, seeds in runs.items()
+            if readout == "linear" or not name.endswith("probe0")}
     if readout == "prototype":
         rows = {name: [r for r in seeds if r["settings"]["plasticity"] == "fnc2"]
                 for name, seeds in rows.items()}
@@ -65,7 +75,7 @@ def table(runs, readout):
           "| forgetting, Task-IL |\n" + "|---" * 6 + "|")
     mean = lambda seeds, kind: statistics.mean(r[readout][kind]["aa"] for r in seeds)
     best = {kind: max((mean(seeds, kind) for name, seeds in rows.items()
-                       if not name.startswith("joint")), default=None)
+                       if not re.match("joint|.*-epochs", name)), default=None)     # equal budgets
             for kind in ("class_il", "task_il")}
     for name, seeds in rows.items():
         cells = [cell([r[readout][kind][key] for r in seeds]) for key, kind in COLUMNS]
@@ -98,24 +108,36 @@ def learning(runs, folder):
         print(f"| a network for each task alone | 1 | - | {', '.join(f'{a:.1f}' for a in found)} |")
 
 
+def paper(runs):
+    """Class-IL / Task-IL AA by every readout, buffers 0 and 200, beside the paper's Table 1."""
+    print("\n| buffer | method | n | its own classifier | linear | image-free "
+          "| the paper, full scale |\n" + "|---" * 7 + "|")
+    for name, published in PAPER.items():
+        method, *rest = name.split("-")
+        seeds = runs.get(name, [])
+        cells = [" / ".join(cell([r[readout][kind]["aa"] for r in seeds])
+                            for kind in ("class_il", "task_il"))
+                 if seeds and readout in seeds[0] else "-" if seeds else "not run"
+                 for readout in ("head", "linear", "image_free")]
+        print(f"| {200 if rest else 0} | {LABELS[method]} | {len(seeds)} | {' | '.join(cells)} "
+              f"| {published} |")
+
+
 def plot(runs, names, path):
-    """Average accuracy over tasks of the linear (solid) and image-free (dotted) readouts."""
-    import matplotlib
-    matplotlib.use("Agg")
+    """Average accuracy over tasks of each NAME[:READOUT], linear where none is given."""
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for axis, (kind, title) in zip(axes, (("class_il", "Class-IL"), ("task_il", "Task-IL"))):
-        for number, name in enumerate(names):
-            for readout, style in (("linear", "-"), ("image_free", ":")):
-                curves = [[statistics.mean(a for a in row if a is not None)
-                           for row in r[readout][kind]["matrix"]] for r in runs[name]]
-                means = [statistics.mean(points) for points in zip(*curves)]
-                spread = [statistics.stdev(points) if len(points) > 1 else 0
-                          for points in zip(*curves)]
-                axis.errorbar([t + 1 + 0.03 * number for t in range(len(means))], means, spread,
-                              marker="o", markersize=4, capsize=2, color=f"C{number}",
-                              linestyle=style, label=f"{label(name)}"
-                              + (", image-free" if readout == "image_free" else ""))
+        for number, spec in enumerate(names):
+            name, _, readout = spec.partition(":")
+            curves = [[statistics.mean(a for a in row if a is not None)
+                       for row in r[readout or "linear"][kind]["matrix"]] for r in runs[name]]
+            means = [statistics.mean(points) for points in zip(*curves)]
+            spread = [statistics.stdev(points) if len(points) > 1 else 0 for points in zip(*curves)]
+            axis.errorbar([t + 1 + 0.03 * number for t in range(len(means))], means, spread,
+                          marker="o", markersize=4, capsize=2, color=f"C{number}",
+                          linestyle=":" if readout == "image_free" else "--" if readout else "-",
+                          label=f"{label(name)}: {READOUTS[readout or 'linear'].lower()}")
         axis.set(title=title, xlabel="after task", ylabel="average accuracy so far, %",
                  xticks=range(1, len(means) + 1))
         axis.grid(alpha=0.3)
@@ -129,15 +151,24 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--learning", action="store_true", help="each task's loss and first accuracy")
-    parser.add_argument("--plot", nargs="+", metavar="NAME", help="runs to draw")
+    parser.add_argument("--paper", action="store_true", help="buffers 0 and 200 beside Table 1")
+    parser.add_argument("--plot", nargs="+", metavar="NAME[:READOUT]", help="runs to draw")
     args = parser.parse_args()
     runs = load(args.folder)
     if args.learning:
         learning(runs, args.folder)
+    elif args.paper:
+        paper(runs)
     else:
         for readout in READOUTS:
             table(runs, readout)
-    if missing := set(args.plot or ()) - runs.keys():
-        parser.error(f"no results of {', '.join(missing)} in {args.folder}")
+    for name, _, readout in (spec.partition(":") for spec in args.plot or ()):
+        if name not in runs or any((readout or "linear") not in r for r in runs[name]):
+            parser.error(f"no {readout or 'linear'} results of {name} in {args.folder}")
     if args.plot:
+        try:
+            import matplotlib
+        except ImportError:
+            parser.error("--plot needs matplotlib: pip install matplotlib")
+        matplotlib.use("Agg")
         plot(runs, args.plot, Path(args.folder) / "methods.png")
