@@ -91,7 +91,7 @@ def learning(runs, folder):
           "when new, linear |\n|---|---|---|---|")
     for name, seeds in runs.items():
         seeds = [r for r in seeds if "chance" in r.get("log", [{}])[-1]]    # not of baselines
-        if not seeds:
+        if not seeds or name.startswith("joint"):
             continue
         below, new = [], []
         for r in seeds:
