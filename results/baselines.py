@@ -94,7 +94,7 @@ def crop_flip(images, generator, mean, std):
 
 
 class Learner:
-    """What the methods share. `step` trains on a batch of the task and returns the loss."""
+    """What the methods share. Each has a `step`: it trains on a batch and returns the loss."""
 
     def __init__(self, c, m, data, device):
         torch.manual_seed(train.seed_for(c.seed, "weights"))
