@@ -1,12 +1,10 @@
-"""Data: the datasets as uint8 tensors, their split into tasks, and the random views of a batch.
+"""Data: datasets as uint8 tensors, their split into tasks, and the random views of a batch.
 
-`load` returns all images of a dataset as uint8 tensors, to be kept on the training device;
-`augment` makes one random view of each image of a batch with a handful of tensor operations: every
-view draws its own crop, flip and colours, yet no image is touched one by one. `save` and `read` are
-how this project writes and reads tensor files. Needs torch, and torchvision for all but `shapes`.
+`load` returns all images as uint8 tensors, to be kept on the training device. `augment` makes one
+random view of each image of a batch: every view draws its own crop, flip and colours. `save` and
+`read` write and read checkpoints. Needs torch, and torchvision for all datasets but `shapes`.
 """
 
-import hashlib
 import io
 import math
 import os
@@ -16,8 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-# crop: area of the random crop; blur: probability of Gaussian blur; mean, std: of the training
-# images (of a folder they are measured when it is loaded).
+# crop: area of the random crop; blur: its probability; mean, std: of the training images.
 DATASETS = {
     "shapes": dict(classes=10, tasks=5, size=32, crop=(0.6, 1.0), blur=0.0,
                    mean=(0.50, 0.50, 0.50), std=(0.29, 0.30, 0.29)),
@@ -30,11 +27,16 @@ DATASETS = {
     "folder": dict(classes=None, tasks=None, size=32, crop=(0.2, 1.0), blur=0.0,
                    mean=None, std=None),
 }
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
 
 
-class Problem(Exception):
-    """What the user can mend: the message says what is wrong, with the value, and what to do."""
+class UserError(Exception):
+    """An error that the user can correct: the message gives the wrong value and what to do."""
+
+
+def refuse(condition, message):
+    """Raise a UserError if the condition holds."""
+    if condition:
+        raise UserError(message)
 
 
 class Data(NamedTuple):
@@ -49,58 +51,56 @@ class Data(NamedTuple):
     recipe: dict                    # keyword arguments for `augment`: mean, std, crop, blur
 
 
+def task_images(data, t):
+    """The training images and labels of task t = 1..T."""
+    classes = data.tasks[t - 1]
+    of_task = (data.train_labels >= classes[0]) & (data.train_labels <= classes[-1])
+    return data.train_images[of_task], data.train_labels[of_task]
+
+
 # ------------------------------------------------------------------------ loading
 
 def load(name, root="data", *, tasks=None, image_size=None, limit_per_class=None, val_fraction=0.0,
          seed=0):
-    """Load a dataset of the table above from `root`; CIFAR is downloaded to there if need be.
+    """Load a dataset of the table above from `root`; CIFAR is downloaded if it is not there.
 
     `image_size` resizes once, here. `val_fraction` of every class, drawn by `seed`, becomes the
     validation part; then `limit_per_class` keeps the first so many training images of each class.
     """
     table, root = DATASETS[name], Path(root).expanduser()
-    train, train_y, test, test_y, names = LOADERS[name](root, image_size or table["size"])
+    size = image_size or table["size"]
+    train, train_y, test, test_y, names = LOADERS[name](root)
     tasks = split_tasks(len(names), tasks or table["tasks"])
-    for part, labels in (("training", train_y), ("test", test_y)):
-        counts = torch.bincount(labels, minlength=len(names))
-        if (counts == 0).any():
-            raise Problem(f"class {names[int(counts.argmin())]!r} has no {part} images in {root}")
+    train, test = (decode(part, size) if isinstance(part, list) else resize(part, size)
+                   for part in (train, test))
 
     generator = torch.Generator().manual_seed(seed)
-    held, kept = [], []
+    val, kept = [], []
     for k in range(len(names)):
         index = (train_y == k).nonzero().squeeze(1)
         mixed = index[torch.randperm(len(index), generator=generator)]
         n_val = round(len(index) * val_fraction)
-        if n_val == len(index) or val_fraction and n_val == 0:
-            raise Problem(f"class {names[k]!r} has {len(index)} training images, too few for "
-                          f"--val-fraction {val_fraction}")
-        held.append(mixed[:n_val].sort().values)
+        refuse(n_val >= len(index) or val_fraction and n_val == 0, f"class {names[k]!r} has "
+               f"{len(index)} training images: --val-fraction {val_fraction} does not split them")
+        val.append(mixed[:n_val].sort().values)
         kept.append(mixed[n_val:].sort().values[:limit_per_class])
-    held, kept = torch.cat(held), torch.cat(kept)
+    val, kept = torch.cat(val), torch.cat(kept)
     recipe = {key: table[key] for key in ("mean", "std", "crop", "blur")}
     if recipe["mean"] is None:
-        sums = sum(torch.stack([(part.double() / 255).pow(k).mean((2, 3)).sum(0) for k in (1, 2)])
-                   for part in train[kept].split(1000)) / len(kept)             # (2, 3)
-        recipe["mean"] = tuple(sums[0].tolist())
-        recipe["std"] = tuple((sums[1] - sums[0] ** 2).clamp(min=1e-6).sqrt().tolist())
-    return Data(train[kept], train_y[kept], test, test_y, train[held], train_y[held], names, tasks,
+        moments = sum(torch.stack([(x.double() / 255).pow(k).mean((2, 3)).sum(0) for k in (1, 2)])
+                      for x in train[kept].split(1000)) / len(kept)             # (2, 3)
+        recipe["mean"] = moments[0].tolist()
+        recipe["std"] = (moments[1] - moments[0] ** 2).clamp(min=1e-6).sqrt().tolist()
+    return Data(train[kept], train_y[kept], test, test_y, train[val], train_y[val], names, tasks,
                 recipe)
 
 
 def split_tasks(num_classes, num_tasks):
     """Classes 0..K-1 in T consecutive blocks of equal size."""
-    if num_tasks is None:
-        raise Problem(f"--tasks is needed: into how many tasks shall the {num_classes} classes go?")
-    if num_classes % num_tasks:
-        raise Problem(f"--tasks {num_tasks} does not divide the {num_classes} classes equally")
+    refuse(num_classes % num_tasks,
+           f"--tasks {num_tasks} does not divide the {num_classes} classes equally")
     block = num_classes // num_tasks
     return [list(range(t * block, (t + 1) * block)) for t in range(num_tasks)]
-
-
-def of_classes(labels, classes):
-    """(n,) bool: which labels are of a task with these consecutive classes."""
-    return (labels >= classes[0]) & (labels <= classes[-1])
 
 
 def resize(images, size):
@@ -111,116 +111,74 @@ def resize(images, size):
                       .round_().clamp_(0, 255).byte() for part in images.split(1000)])
 
 
-def load_cifar(root, size, variant):
+# A loader returns training images, labels, test images, labels (images: uint8 or files) and names.
+
+def load_cifar(root, variant):
     """CIFAR-10 or CIFAR-100 through torchvision, which verifies the md5 of every file."""
     import torchvision
-    parts, existed = [], root.exists()
+    parts = []
     try:
         for train in (True, False):
             part = getattr(torchvision.datasets, variant)(root, train=train, download=True)
             images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
-            parts += [resize(images, size), torch.tensor(part.targets)]
-    except (OSError, RuntimeError) as error:        # no network is an OSError; a bad md5 the other
-        if not existed and root.is_dir() and not any(root.iterdir()):
-            root.rmdir()                            # a failed download leaves nothing behind
-        raise Problem(f"{variant} is not complete in {root} and could not be downloaded ({error}); "
-                      "see https://www.cs.toronto.edu/~kriz/cifar.html") from None
+            parts += [images, torch.tensor(part.targets)]
+    except (OSError, RuntimeError) as error:                # no network; wrong md5
+        raise UserError(f"{variant} is not complete in {root} and could not be downloaded "
+                        f"({error}); see https://www.cs.toronto.edu/~kriz/cifar.html") from None
     return (*parts, part.classes)
 
 
-def load_tiny_imagenet(root, size):
-    """The official tiny-imagenet-200.zip, unpacked in `root`."""
+def load_tiny_imagenet(root):
+    """The official tiny-imagenet-200.zip, unpacked in `root`; classes in the order of wnids.txt."""
     folder = root / "tiny-imagenet-200"
-    source = f"unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in {root}"
-
-    def lines(path):
-        if not path.is_file():
-            raise Problem(f"{path} is missing; {source}")
-        return path.read_text().splitlines()
-
-    names = [line.strip() for line in lines(folder / "wnids.txt") if line.strip()]
-    number = {wnid: k for k, wnid in enumerate(names)}
-    train, test = [], []
-    for k, wnid in enumerate(names):
-        images = folder / "train" / wnid / "images"
-        found = sorted(path for path in images.glob("*") if path.suffix.lower() in SUFFIXES)
-        boxes = images.parent / f"{wnid}_boxes.txt"     # lists the images of a complete class
-        listed = [images / line.split()[0] for line in lines(boxes)] if boxes.is_file() else []
-        missing = sorted(set(listed) - set(found)) or ([] if found else [images])
-        if missing:
-            raise Problem(f"{missing[0]} is missing; {source}")
-        train += [(path, k) for path in found]
-    for line in lines(folder / "val" / "val_annotations.txt"):
-        file, wnid = line.split("\t")[:2]
-        path = folder / "val" / "images" / file
-        if wnid not in number or not path.is_file():
-            raise Problem(f"{path} ({wnid}), of val_annotations.txt, is missing or of no class in "
-                          f"wnids.txt; {source}")
-        test.append((path, number[wnid]))
-    return (*decode(train, test, size, folder), names)
-
-
-def load_folder(root, size):
-    """Anyone's images: root/train/<class>/ and root/test/<class>/ (or val/), sorted classes."""
-    train = root / "train"
-    test = next((root / part for part in ("test", "val") if (root / part).is_dir()), None)
-    if not train.is_dir() or test is None:
-        raise Problem(f"--data-dir {root} must hold train/<class>/ and test/<class>/ (or val/)")
-    names, others = (sorted(path.name for path in part.iterdir() if path.is_dir())
-                     for part in (train, test))
-    if names != others:
-        odd = sorted(set(names) ^ set(others))[0]
-        raise Problem(f"class {odd!r} is in only one of {train} and {test}: both need all classes")
-    if len(names) < 2:
-        raise Problem(f"{train} has {len(names)} class folders, at least 2 are needed")
-    files = [[(path, k) for k, name in enumerate(names) for path in sorted((part / name).rglob("*"))
-              if path.suffix.lower() in SUFFIXES and path.is_file()] for part in (train, test)]
-    return (*decode(*files, size, root), names)
-
-
-def decode(train, test, size, folder):
-    """Decode two lists of (path, label) to square uint8 tensors, once: they are cached in `folder`.
-
-    The cache knows name, size, time and label of every file; when any differs, it is made anew.
-    """
-    cache, digest = folder / f".fnc2-{size}.pt", hashlib.sha256()
-    for path, label in train + test:
-        stat = path.stat()
-        line = f"{path.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns} {label}\n"
-        digest.update(line.encode())
-    fingerprint = f"{digest.hexdigest()} {len(train)}"
-    labels = [torch.tensor([label for _, label in part]) for part in (train, test)]
     try:
-        state = read(cache, keys=("fingerprint", "train", "test"))
-    except Problem:
-        state = {"fingerprint": None}                           # absent or damaged
-    if state["fingerprint"] != fingerprint:
-        state = {"fingerprint": fingerprint}
-        for name, part in (("train", train), ("test", test)):
-            state[name] = torch.empty(len(part), 3, size, size, dtype=torch.uint8)
-            for i, (path, _) in enumerate(part):
-                state[name][i] = decode_image(path, size)
+        names = (folder / "wnids.txt").read_text().split()
+        train = [sorted((folder / "train" / name / "images").glob("*.JPEG")) for name in names]
+        lines = (folder / "val" / "val_annotations.txt").read_text().splitlines()
+        test, test_names = zip(*(line.split("\t")[:2] for line in lines))
+        counts = sorted({len(files) for files in train})
+        if len(counts) > 1:
+            raise OSError(f"its classes have {counts[0]} to {counts[-1]} training images")
+    except OSError as error:
+        raise UserError(f"Tiny-ImageNet is not complete in {root} ({error}): unpack "
+                        "http://cs231n.stanford.edu/tiny-imagenet-200.zip there") from None
+    return (sum(train, []), torch.arange(len(names)).repeat_interleave(counts[0]),
+            [folder / "val" / "images" / file for file in test],
+            torch.tensor([names.index(name) for name in test_names]), names)
+
+
+def load_folder(root):
+    """Any images: root/train/<class>/ and root/test/<class>/ (or val/), classes sorted by name."""
+    from torchvision.datasets import ImageFolder
+    try:
+        parts = [ImageFolder(root / "train"),
+                 ImageFolder(root / ("test" if (root / "test").is_dir() else "val"))]
+    except OSError as error:
+        raise UserError(f"--data-dir {root} must hold train/<class>/ and test/<class>/ (or val/): "
+                        f"{error}") from None
+    names, others = (part.classes for part in parts)
+    refuse(names != others, f"class {sorted(set(names) ^ set(others))[:1]} is only in one of "
+           f"{parts[0].root} and {parts[1].root}: both need all classes")
+    refuse(len(names) < 2, f"{root} has one class, at least 2 are needed")
+    train, test = (([file for file, _ in part.samples], torch.tensor(part.targets))
+                   for part in parts)
+    return *train, *test, names
+
+
+def decode(files, size):
+    """Image files -> (n, 3, size, size) uint8: resized and cropped to the central square."""
+    from PIL import Image, ImageOps                         # comes with torchvision
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+    for i, file in enumerate(files):
+        if i % 10000 == 0:
+            print(f"decoding image {i + 1} of {len(files)}: {file}", flush=True)
         try:
-            save(cache, state)
+            image = ImageOps.fit(Image.open(file).convert("RGB"), (size, size), Image.BILINEAR)
         except OSError as error:
-            print(f"note: the decoded images could not be cached ({error})")
-    return state["train"], labels[0], state["test"], labels[1]
-
-
-def decode_image(path, size):
-    """One image file -> (3, size, size) uint8: shorter side to `size`, then the centre square."""
-    from PIL import Image                                       # comes with torchvision
-    try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-    except Exception as error:                                  # PIL raises almost anything
-        raise Problem(f"{path} cannot be read as an image ({error}): mend or delete it") from None
-    scale = size / min(image.size)
-    sides = [max(size, round(side * scale)) for side in image.size]
-    image = image.resize(sides, Image.Resampling.BILINEAR)
-    left, top = (sides[0] - size) // 2, (sides[1] - size) // 2
-    pixels = bytearray(image.crop((left, top, left + size, top + size)).tobytes())
-    return torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+            raise UserError(f"{file} is not a readable image ({error}): delete it") from None
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        images[i] = pixels.view(size, size, 3).permute(2, 0, 1)
+    return images
 
 
 # ------------------------------------------------------------------------ drawn shapes
@@ -240,18 +198,14 @@ SHAPES = {
 }
 
 
-def load_shapes(root, size):
-    """Ten classes of drawn shapes, 500 training and 200 test images each, of different seeds."""
-    parts = []
-    for seed, count in ((0, 500), (1, 200)):
-        labels = torch.arange(10).repeat_interleave(count)
-        parts += [resize(draw_shapes(labels, seed), size), labels]
-    return (*parts, list(SHAPES))
+def load_shapes(root):
+    """Ten classes of drawn shapes, 2,000 training and 200 test images each, of different seeds."""
+    train, test = (torch.arange(10).repeat_interleave(count) for count in (2000, 200))
+    return draw_shapes(train, 0), train, draw_shapes(test, 1), test, list(SHAPES)
 
 
 def draw_shapes(labels, seed, size=32):
-    """A (n, 3, size, size) uint8 image for each label: a shape of random place, size, rotation and
-    colour on a shaded ground of random colour, with noise; its edge is blended over one pixel."""
+    """(n,) labels -> (n, 3, size, size) uint8: random place, size, rotation, colours and noise."""
     g, n = torch.Generator().manual_seed(seed), len(labels)
     u = torch.rand(n, 5, 1, 1, generator=g).unbind(1)                       # five of (n, 1, 1)
     axis = (torch.arange(size) + 0.5) / size * 2 - 1                        # pixel centres, -1..1
@@ -276,32 +230,23 @@ def draw_shapes(labels, seed, size=32):
     return (image.clamp(0, 1) * 255).round().byte()
 
 
-LOADERS = {
-    "shapes": load_shapes,
-    "cifar10": lambda root, size: load_cifar(root, size, "CIFAR10"),
-    "cifar100": lambda root, size: load_cifar(root, size, "CIFAR100"),
-    "tinyimagenet": load_tiny_imagenet,
-    "folder": load_folder,
-}
+LOADERS = {"shapes": load_shapes, "tinyimagenet": load_tiny_imagenet, "folder": load_folder,
+           "cifar10": lambda root: load_cifar(root, "CIFAR10"),
+           "cifar100": lambda root: load_cifar(root, "CIFAR100")}
 
 
 # ------------------------------------------------------------------------ views
 
-def unit_range(images):
-    """uint8, or float in 0..1 -> float32 in 0..1."""
-    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
-
-
-def normalise(images, mean, std):
+def normalise(x, mean, std):
     """(B, 3, S, S) uint8, or float in 0..1 -> normalised float32 in channels_last."""
-    x = unit_range(images)
+    x = x / 255 if x.dtype == torch.uint8 else x
     mean, std = (torch.as_tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
     return ((x - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
 def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jitter=0.8, grey=0.2,
             share=slice(None)):
-    """One random view of each image: (B, 3, S, S) uint8, or float in 0..1 -> normalised float32.
+    """One random view of each image: (B, 3, S, S) uint8 -> normalised float32.
 
     Random resized crop, horizontal flip, colour jitter (0.4, 0.4, 0.4, 0.1) with probability
     `jitter`, greyscale with `grey`, Gaussian blur with `blur`. Every view draws its own parameters;
@@ -309,8 +254,6 @@ def augment(images, generator=None, *, mean, std, crop=(0.2, 1.0), blur=0.0, jit
     every device, so that all devices see the same views. `share`: parameters are drawn for all
     images, but views are made of these alone, for one of several processes.
     """
-    if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
-        raise ValueError(f"augment needs square RGB images (B, 3, S, S), got {tuple(images.shape)}")
     # columns of u: 0-21 box, 22 flip, 23 jitter or not, 24-27 its strengths, 28 grey, 29-30 blur
     u = torch.rand(len(images), 31, generator=generator, pin_memory=images.is_cuda)[share]
     order = torch.randperm(4, generator=generator).tolist()
@@ -364,7 +307,7 @@ def random_crop_flip(images, u, area):
 
     flipped = torch.where(u[:, 22:23] < 0.5, size - 1 - pixel, pixel)           # (B, S)
     rows, columns = weights(top, height, pixel), weights(left, width, flipped)
-    return rows[:, None] @ unit_range(images) @ columns.transpose(1, 2)[:, None]
+    return rows[:, None] @ (images / 255) @ columns.transpose(1, 2)[:, None]
 
 
 def luminance(x):
@@ -406,7 +349,7 @@ def turn_hue(x, turn):
 # ------------------------------------------------------------------------ files
 
 def save(path, state):
-    """Write tensors and plain values so that a reader never sees half a file, whatever happens."""
+    """Write tensors and plain values so that a reader never sees half a file."""
     content = io.BytesIO()
     torch.save(state, content)
     write(path, content.getbuffer())
@@ -414,31 +357,23 @@ def save(path, state):
 
 def write(path, content):
     """Write bytes to a temporary file, flush it to the disk, then rename it to `path`."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")    # others may write it too
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise UserError(f"{path} cannot be written ({error}); existing checkpoints are intact: "
+                        "free disk space, then continue with --resume") from None
 
 
-def read(path, device="cpu", keys=()):
-    """Read a file of `save` with at least these keys; nothing in a file can run code.
-
-    Whatever is no such file is a Problem that names it.
-    """
-    if not Path(path).is_file():
-        raise Problem(f"{path} does not exist")
+def read(path, device="cpu"):
+    """Read a dictionary written by `save`; weights_only: a file cannot run code."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:                      # a foreign file can fail in any way
-        reason = str(error).strip().split("\n")[0][:100] if os.path.getsize(path) else "it is empty"
-        raise Problem(f"{path} is not a checkpoint of this program, or damaged: {reason}") from None
-    if not isinstance(state, dict) or not all(key in state for key in keys):
-        raise Problem(f"{path} is not a checkpoint of this program: it lacks {', '.join(keys)}")
-    return state
+        return dict(torch.load(path, map_location=device, weights_only=True))
+    except Exception as error:                              # a foreign file can fail in any way
+        raise UserError(f"{path} is not a checkpoint of this program, or it is damaged "
+                        f"({type(error).__name__})") from None

@@ -1,18 +1,17 @@
 """Stage 2: evaluate a run of train.py. After every task t, three readouts of the frozen encoder:
 
-  linear      The paper's: a linear classifier trained on features of the images of task t and the
-              old ones in the buffer that task t trained with, every class drawn equally often; the
-              last epoch counts. With buffer 0 the classifier alone gets --probe-samples old images:
-              the encoder never saw them.
-  image-free  Ours: no old image at all. A mean for each class and one covariance for all, carried
-              along when the encoder moves; linear discriminant analysis.
+  linear      The paper's: a linear classifier, trained on the images of task t and the old images
+              in its buffer, every class drawn equally often; the last epoch counts. With buffer 0
+              the classifier alone gets --probe-samples old images; the encoder never saw them.
+  image-free  Ours: no old image. The mean of each class and one covariance, corrected for the drift
+              of the encoder after every task; linear discriminant analysis.
   prototype   The nearest prototype, argmax_k z.p_k: nothing is kept, nothing trained.
 
 A[t, i] = accuracy on the test images of task i <= t. Class-IL: among all classes seen so far;
 Task-IL: among the classes of task i, by the same scores.
 
-    python eval.py                            # the newest run under runs/
-    python eval.py runs/a runs/b runs/c       # a line each, then mean ± std over the runs
+    python eval.py                            # the run under runs/ that was written to last
+    python eval.py runs/a runs/b runs/c       # a line each; mean ± std of runs that differ in seed
 """
 
 import argparse
@@ -25,19 +24,14 @@ import torch
 import torch.nn.functional as F
 
 from buffer import ReservoirBuffer
-from data import DATASETS, Problem, augment, normalise, of_classes, save, split_tasks, write
-from train import FREE, command, load_data, load_task, make_task, number, open_run, pick_device
+from data import (DATASETS, augment, crop_boxes, normalise, refuse, save, split_tasks, task_images,
+                  write)
+from train import FREE, at_least, command, load_data, load_net, open_run, pick_device
 
-# Random crops (and flips) of each image whose features are cached. Classes are drawn equally often,
-# so the few old images are drawn far more often than the task's, and need more crops not to be
-# memorised.
-CROPS, OLD_CROPS = 4, 32
-READOUTS = {"linear": "linear classifier", "image_free": "image-free",
-            "prototype": "nearest prototype"}
+CROPS, OLD_CROPS = 4, 32        # cached crops of each image; the few old ones are drawn more often
+READOUTS = ("linear", "image_free", "prototype")
 KINDS = {"class_il": "Class-IL", "task_il": "Task-IL"}
 
-
-# ------------------------------------------------------------------------ metrics
 
 def average_accuracy(A):
     """AA (Eq. 11): mean over i of A[T, i]. A (T, T): row t = after task t, column i = task i."""
@@ -45,10 +39,9 @@ def average_accuracy(A):
 
 
 def forgetting(A):
-    """F (Eq. 12): mean over i < T of max A[t, i] over i <= t < T, minus A[T, i]. (The paper's max
-    begins at t = 1, where task i > 1 has no accuracy yet.)
+    """F (Eq. 12): mean over i < T of max A[t, i] over i <= t < T, minus A[T, i]; nan for T = 1.
 
-    Negative where old tasks got better; nan for a single task, which has nothing to forget.
+    The paper's max begins at t = 1, where task i > 1 has no accuracy yet. It can be negative.
     """
     T = len(A)
     if T == 1:
@@ -61,8 +54,8 @@ def accuracies(scores, labels, tasks):
     """Scores (n, classes seen) of images of `tasks` -> Class-IL and Task-IL %, lists by task."""
     class_il, task_il = [], []
     for classes in tasks:
-        mine = of_classes(labels, classes)
-        s, y = scores[mine], labels[mine]
+        of_task = (labels >= classes[0]) & (labels <= classes[-1])
+        s, y = scores[of_task], labels[of_task]
         inside = s[:, classes[0]:classes[-1] + 1].argmax(1) + classes[0]
         class_il.append(100 * (s.argmax(1) == y).float().mean().item())
         task_il.append(100 * (inside == y).float().mean().item())
@@ -91,18 +84,10 @@ def neural_collapse(z, labels, prototypes):
     return {"nc1": nc1.item(), "nc2": nc2.item(), "nc3": nc3.item(), "nc4": nc4.item()}
 
 
-# ------------------------------------------------------------------------ readouts
-
 @torch.no_grad()
-def encode(net, images, view, batch=500):
-    """Features (n, F) and embeddings (n, d) of uint8 images; `view` makes a batch into an input."""
-    was_training, parts = net.training, []
-    net.eval()
-    for part in images.split(batch):
-        h = net.features(view(part))
-        parts.append((h, net.project(h)))
-    net.train(was_training)
-    return tuple(torch.cat(part) for part in zip(*parts))
+def encode(layer, images, view, batch=500):
+    """layer(view(images)), a batch at a time: `layer` is a method of a network in eval mode."""
+    return torch.cat([layer(view(part)) for part in images.split(batch)])
 
 
 def linear_probe(features, labels, num_classes, *, draws, epochs, lr, seed, batch=256):
@@ -133,22 +118,40 @@ def linear_probe(features, labels, num_classes, *, draws, epochs, lr, seed, batc
     return weight, bias.detach() - weight @ mean
 
 
-def linear_readout(net, crop, task, old, num_classes, **how):
-    """The linear classifier of `task` and `old`, each (images, labels): features cached, once."""
+def linear_readout(features, crop, task, old, num_classes, **how):
+    """The classifier of `task` and `old`, each (images, labels): features of crops, made once."""
     parts = [task] * CROPS + [old] * (OLD_CROPS if len(old[1]) else 0)
-    features = torch.cat([encode(net, images, crop)[0] for images, _ in parts])
-    labels = torch.cat([labels.to(features.device) for _, labels in parts])
-    return linear_probe(features, labels, num_classes, draws=len(task[1]) + len(old[1]), **how)
+    x = torch.cat([encode(features, images, crop) for images, _ in parts])
+    labels = torch.cat([labels.to(x.device) for _, labels in parts])
+    return linear_probe(x, labels, num_classes, draws=len(task[1]) + len(old[1]), **how)
 
 
-# The image-free readout. A class is a Gaussian: a mean mu_k, and one covariance S for all classes.
-# After task t the encoders of tasks t-1 and t are both at hand, and so are the images of task t: an
-# affine map fitted on these, from old features to new ones, carries mu_k and S of the old classes
-# along. The idea of a learnt map: Gomez-Villa et al., ECCV 2024 (arXiv 2407.08536), for means.
+# ------------------------------------------------------------------------ image-free readout
+# A class is a Gaussian: a mean mu_k, and one covariance S for all classes. After task t we have the
+# encoders of tasks t-1 and t and the images of task t: an affine map between their features, old to
+# new, carries mu_k and S of the old classes along (for means alone: Gomez-Villa et al., ECCV 2024).
+# Features are `joined`: all stages, because early ones move less and the last one collapses.
 
-def class_statistics(features, labels):
+def more_images(images, generator):
+    """The images, as many mixed by CutMix and as many inverted: (n, 3, S, S) -> (3n, 3, S, S).
+
+    Training collapses a task's own images to few points (neural collapse), which do not show how
+    features of other images moved.
+    """
+    n, size = len(images), images.shape[-1]
+    u = torch.rand(n, 23, generator=generator).to(images.device)
+    top, left, height, width = (v[:, None] for v in crop_boxes(u[:, :22], size, (0.2, 0.8)))
+    pixel = torch.arange(size, device=images.device)
+    rows, columns = ((pixel >= start) & (pixel < start + length)                    # (n, S)
+                     for start, length in ((top, height), (left, width)))
+    box = rows[:, None, :, None] & columns[:, None, None, :]                        # (n, 1, S, S)
+    mixed = torch.where(box, images[u[:, 22].argsort()], images)
+    return torch.cat([images, mixed, 255 - images])
+
+
+def class_statistics(h, labels):
     """(n, F), (n,) -> means (K, F) of the K classes in order, and their mean covariance (F, F)."""
-    parts = [features[labels == k] for k in labels.unique()]
+    parts = [h[labels == k] for k in labels.unique()]
     means = torch.stack([part.mean(0) for part in parts])
     covariance = sum((part - mu).T @ (part - mu) / len(part) for part, mu in zip(parts, means))
     return means, covariance / len(parts)
@@ -161,113 +164,83 @@ def damped(matrix, amount):
 
 
 def fit_map(old, new, ridge=1e-3):
-    """old W + b ~ new by least squares: (n, F), (n, F) -> W (F, F), b (F,), and R (F, F), the
-    covariance of what the map leaves over."""
+    """old W + b ~ new by least squares, (n, F) each; R (F, F): covariance of the residuals."""
     x, y = old - old.mean(0), new - new.mean(0)
     W = torch.linalg.solve(damped(x.T @ x / len(x), ridge), x.T @ y / len(x))
     rest = y - x @ W
     return W, new.mean(0) - old.mean(0) @ W, rest.T @ rest / len(rest)
 
 
-def carry(means, covariance, W, b, R):
-    """The statistics of old classes as the new encoder would give them: mu W + b, W^T S W + R."""
-    return means @ W + b, W.T @ covariance @ W + R
-
-
-def join(means, covariance, new_means, new_covariance):
-    """Statistics of old and new classes together; S is the mean over classes."""
+def carry(means, S, W, b, R, new_means, new_S):
+    """Old classes under the new encoder, mu W + b and W^T S W + R, joined by the new classes."""
     k, m = len(means), len(new_means)
-    return (torch.cat([means, new_means]), (k * covariance + m * new_covariance) / (k + m))
+    S = (k * (W.T @ S @ W + R) + m * new_S) / (k + m)                   # the mean over classes
+    return torch.cat([means @ W + b, new_means]), S
 
 
-def discriminant(means, covariance, shrink=0.05):
+def discriminant(means, covariance, shrink=0.01):
     """Scores h S^-1 mu_k - mu_k S^-1 mu_k / 2 as a linear classifier: weight (K, F), bias (K,)."""
     weight = torch.linalg.solve(damped(covariance, shrink), means.T).T
     return weight, -(weight * means).sum(1) / 2
 
 
-# ------------------------------------------------------------------------ runs
-
-def compare(runs):
-    """Refuse to average runs that differ in more than the seed."""
-    first = None
-    for run in runs:
-        c, finished = open_run(run)
-        mine = {key: value for key, value in vars(c).items() if key not in FREE | {"seed"}}
-        mine["finished tasks"] = len(finished)
-        first = first or mine
-        for key in first:
-            if mine[key] != first[key]:
-                raise Problem(f"{runs[0]} and {run} differ: {key} is {first[key]} in one and "
-                              f"{mine[key]} in the other: they cannot be averaged")
-
-
 def evaluate(run, *, epochs=100, lr=0.1, probe_samples=None, split="test", device="cpu",
              data_dir=None):
     """Evaluate one run; writes its classifier.pt and returns what results.json holds."""
-    c, finished = open_run(run)
-    if not finished:
-        raise Problem(f"{run} has no finished task yet: there is nothing to evaluate")
-    if split == "val" and not c.val_fraction:
-        raise Problem(f"{run} was trained without --val-fraction: it has no validation images")
-    if c.buffer and probe_samples is not None:
-        raise Problem(f"--probe-samples {probe_samples} is for runs without a buffer; the "
-                      f"classifier of {run} gets its buffer of {c.buffer}")
-    data = load_data(c, device, data_dir)
+    c, files = open_run(run)
+    c.data_dir = data_dir or c.data_dir
+    refuse(not files, f"{run} has no finished task yet: there is nothing to evaluate")
+    refuse(split == "val" and not c.val_fraction, f"{run} was trained without --val-fraction")
+    refuse(c.buffer and probe_samples is not None, f"--probe-samples {probe_samples} is for buffer "
+           f"0; the classifier of {run} gets its buffer of {c.buffer} images")
+    data, device = load_data(c, device), torch.device(device)
     images, labels = ((data.test_images, data.test_labels) if split == "test" else
                       (data.val_images, data.val_labels))
-    colours = {key: data.recipe[key] for key in ("mean", "std")}
     g = torch.Generator().manual_seed(c.seed)
     crop = lambda x: augment(x, g, **data.recipe | {"blur": 0}, jitter=0, grey=0)
-    plain = lambda x: normalise(x, **colours)
-    exact = lambda net, x: encode(net, x, plain)[0].cpu().double()      # for the image-free readout
+    plain = lambda x: normalise(x, data.recipe["mean"], data.recipe["std"])
+    exact = lambda net, x: encode(net.joined, x, plain).cpu().double()
     probe = ReservoirBuffer(200 if probe_samples is None else probe_samples, seed=c.seed)
     rows = {name: {kind: [] for kind in KINDS} for name in READOUTS}
-    saved = {"classes": data.names} | {key: value.tolist() for key, value in colours.items()}
-    last_net = kept = None                      # kept: means and covariance, image-free
-    for t, file in enumerate(finished, 1):
-        state, net = load_task(file, c, device)
-        task = make_task(data, t, probe, state["prototypes"])
-
+    last_net = stats = None                     # stats: means and covariance of old classes
+    for t, file in enumerate(files, 1):
+        net, state = load_net(file, c, device)
+        net.eval()
+        task, seen = task_images(data, t), data.tasks[t - 1][-1] + 1
         held = state["buffer"] if c.buffer else probe.state_dict()
-        linear = linear_readout(net, crop, (task.images, task.labels),
-                                (held["images"], held["labels"]), task.seen, epochs=epochs, lr=lr,
-                                seed=c.seed)
-        h_task = exact(net, task.images)        # (n, F)
-        new = class_statistics(h_task, task.labels.cpu())
-        if t > 1:                               # the old encoder, on images of this task alone
-            kept = carry(*kept, *fit_map(exact(last_net, task.images), h_task))
-        kept = join(*kept, *new) if t > 1 else new
-        image_free = [part.float().to(device) for part in discriminant(*kept)]
+        old = held["images"], held["labels"]
+        how = dict(epochs=epochs, lr=lr, seed=c.seed)
+        linear = linear_readout(net.features, crop, task, old, seen, **how)
+        more = more_images(task[0], torch.Generator().manual_seed(c.seed)) if t > 1 else task[0]
+        h = exact(net, more)
+        new = class_statistics(h[:len(task[1])], task[1].cpu())
+        stats = carry(*stats, *fit_map(exact(last_net, more), h), *new) if t > 1 else new
+        image_free = [part.float().to(device) for part in discriminant(*stats)]
 
-        shown = labels < task.seen
-        h, z = encode(net, images[shown], plain)
-        scores = {"linear": F.linear(h, *linear), "image_free": F.linear(h, *image_free),
-                  "prototype": z @ task.prototypes[:task.seen].T}
+        shown = labels < seen
+        h, z = (encode(layer, images[shown], plain) for layer in (net.joined, net))
+        scores = {"linear": F.linear(h[:, -8 * c.width:], *linear),     # these are `features`
+                  "image_free": F.linear(h, *image_free),
+                  "prototype": z @ state["prototypes"][:seen].T}
         tasks = data.tasks[:t]
         if c.tasks == 1:                        # joint training, scored by the dataset's own tasks
-            tasks = split_tasks(task.seen, DATASETS[c.dataset]["tasks"] or 1)
+            tasks = split_tasks(seen, DATASETS[c.dataset]["tasks"] or 1)
         for name in READOUTS:
             for kind, row in zip(KINDS, accuracies(scores[name], labels[shown], tasks)):
                 rows[name][kind].append(row)
-        saved[f"task{t}"] = {
-            "linear": dict(zip(("weight", "bias"), linear)),
-            "image_free": dict(zip(("weight", "bias", "means", "covariance"),
-                                   (*image_free, *(part.float() for part in kept))))}
-        probe.add(task.images, task.labels)
+        print(f"{run}: evaluated after task {t} of {len(files)}", flush=True)
+        probe.add(*task)
         last_net = net
-    save(Path(run) / "classifier.pt", saved)
+    save(Path(run) / "classifier.pt", {                     # of the last task: weight, bias
+        "linear": linear, "image_free": image_free, "statistics": stats, "classes": data.names})
     results = {name: {kind: summary(rows[name][kind]) for kind in KINDS} for name in READOUTS}
-    nc, wide, old = neural_collapse(z, labels[shown], task.prototypes), h.shape[1], task.old
-    if c.plasticity != "fnc2":                  # no prototypes were learned with
+    nc = neural_collapse(z, labels[shown], state["prototypes"])
+    if c.plasticity != "fnc2":                  # the prototypes were not used
         nc |= {"nc3": None, "nc4": None}
     return results | {
-        "nc": nc, "tasks_finished": len(finished), "split": split, "epochs": epochs, "lr": lr,
-        "old_images": len(held["labels"]), "old_classes": old,
-        "old_classes_covered": len(held["labels"].unique()), "crops": [CROPS, OLD_CROPS],
-        "kept_bytes": {"linear": held["images"].numel(), "prototype": 0,
-                       "image_free": 4 * wide * (old + wide) if old else 0},
-        "settings": vars(c)}
+        "nc": nc, "tasks_finished": len(files), "split": split, "epochs": epochs, "lr": lr,
+        "old_images": len(held["labels"]), "old_classes_covered": len(held["labels"].unique()),
+        "crops": [CROPS, OLD_CROPS], "settings": vars(c)}
 
 
 def summary(rows):
@@ -277,58 +250,44 @@ def summary(rows):
             "aa": average_accuracy(rows), "forgetting": None if math.isnan(lost) else lost}
 
 
-# ------------------------------------------------------------------------ output
-
-def show(value):
-    return "-" if value is None else f"{value:.1f}"
-
-
-def print_results(run, r):
-    """The matrices of a run, Class-IL beside Task-IL, and its summary lines."""
-    c = r["settings"]
-    print(f"\n{run}: {c['dataset']}, {c['plasticity']} + {c['stability']}, buffer {c['buffer']}, "
-          f"seed {c['seed']}, {r['tasks_finished']} of {c['tasks']} tasks, {r['split']} images")
-    for name in ("linear", "image_free"):
-        matrices = [r[name][kind]["matrix"] for kind in KINDS]
-        columns = len(matrices[0][0])
-        width = max(6 * columns, 10) + 2
-        print(f"\n{READOUTS[name] + ', %':<22}{KINDS['class_il']:<{width}}{KINDS['task_il']}")
-        names = "".join(f"{f'T{i + 1}':>6}" for i in range(columns))
-        print(f"{'':16}{names:<{width}}{names}")
-        for t, pair in enumerate(zip(*matrices)):
-            left, right = ("".join(f"{show(a):>6}" for a in row) for row in pair)
-            print(f"  after task {t + 1:<3}{left:<{width}}{right}")
-        for key in ("aa", "forgetting"):
-            left, right = (f"{show(r[name][kind][key]):>6}" for kind in KINDS)
-            print(f"  {'AA' if key == 'aa' else key:<14}{left:<{width}}{right}")
-    kept, old, size = r["kept_bytes"], r["old_classes"], 8 * c["width"]
-    print(f"\nkept of old tasks: linear {r['old_images']} images of {r['old_classes_covered']} of "
-          f"{old} old classes ({kept['linear']} bytes);\n  image-free {old} vectors of {size} and "
-          f"one {size} x {size} matrix ({kept['image_free']} bytes)")
-    if c["plasticity"] == "fnc2":
-        print("nearest prototype (keeps nothing), AA: " + ", ".join(
-            f"{KINDS[kind]} {r['prototype'][kind]['aa']:.1f}" for kind in KINDS))
-    if r["nc"]["nc1"] is not None:
-        print(f"neural collapse: NC1 {r['nc']['nc1']:.3f}, NC2 {r['nc']['nc2']:.3f}" + (
-            f"; with the prototypes as w_k: NC3 {r['nc']['nc3']:.3f}, NC4 {r['nc']['nc4']:.1f} %"
-            if r["nc"]["nc3"] is not None else ""))
+def print_summary(all_results):
+    """AA and forgetting of each run and readout, then mean ± std of runs that differ in seed."""
+    print("\nAverage accuracy (AA) over all tasks after the last one, and forgetting, in %\n"
+          f"{'':50}{'Class-IL: all classes seen':<30}Task-IL: classes of the task\n"
+          f"{'run':<26}{'readout':<24}" + f"{'AA':<15}{'forgetting':<15}" * 2)
+    rows, groups = [(str(run)[-25:], [r]) for run, r in all_results.items()], {}
+    for r in all_results.values():
+        same = {key: v for key, v in r["settings"].items() if key not in FREE | {"seed"}}
+        groups.setdefault(str(same), []).append(r)
+    rows += [(f"mean ± std, n = {len(group)}", group) for group in groups.values() if group[1:]]
+    for title, group in rows:
+        labels = [f"linear, {group[0]['old_images']} old images", "image-free", "nearest prototype"]
+        if group[0]["settings"]["plasticity"] != "fnc2":
+            labels.pop()                        # trained without prototypes
+        for name, label in zip(READOUTS, labels):
+            print(f"{title:<26}{label:<24}" + "".join(
+                f"{show([r[name][kind][key] for r in group]):<15}"
+                for kind in KINDS for key in ("aa", "forgetting")))
 
 
-def print_table(all_results):
-    """A line for each run, then mean ± sample standard deviation."""
-    rows = {run: [r[name][kind][key] for name in ("linear", "image_free") for kind in KINDS
-                  for key in ("aa", "forgetting")] for run, r in all_results.items()}
-    print(f"\n{'':26}" + "".join(f"{READOUTS[name]:<44}" for name in ("linear", "image_free")))
-    print(f"{'':26}" + "".join(f"{title:<22}" for title in KINDS.values()) * 2)
-    print(f"{'run':<26}" + f"{'AA':<11}{'forgetting':<11}" * 4)
-    for run, row in rows.items():
-        print(f"{str(run)[-25:]:<26}" + "".join(f"{show(value):<11}" for value in row))
-    cells = ["-" if None in v else f"{statistics.mean(v):.1f} ± {statistics.stdev(v):.1f}"
-             for v in zip(*rows.values())]
-    print(f"{f'mean ± std, n = {len(all_results)}':<26}" + "".join(f"{a:<11}" for a in cells))
+def show(values):
+    """One value as 58.4, several as 58.4 ± 1.2, none as -."""
+    spread = f" ± {statistics.stdev(values):.1f}" if values[1:] and None not in values else ""
+    return "-" if None in values else f"{statistics.mean(values):.1f}{spread}"
 
 
-# ------------------------------------------------------------------------ command line
+def print_matrices(r):
+    """The accuracies of one run, task by task, and the measures of neural collapse."""
+    for kind, title in KINDS.items():
+        matrix = r["linear"][kind]["matrix"]
+        print(f"\n{title} accuracy of the linear readout, %: a row after each task, a column for "
+              "the images of each task\n" + " " * 14
+              + "".join(f"{f'task {i + 1}':>8}" for i in range(len(matrix[0]))))
+        for t, row in enumerate(matrix):
+            print(f"after task {t + 1:<3}" + "".join(f"{show([a]):>8}" for a in row))
+    print("\nNeural collapse, complete at 0, 0, 0 and 100: " + ", ".join(
+        f"{key.upper()} {value:.2f}" for key, value in r["nc"].items() if value is not None))
+
 
 def build_parser():
     """The flags; every one has a default."""
@@ -336,40 +295,34 @@ def build_parser():
         prog="eval.py", allow_abbrev=False, usage="python eval.py [RUN ...] [flags]",
         description="Linear, image-free and nearest-prototype evaluation of runs of train.py.")
     flag = parser.add_argument
-    flag("runs", nargs="*", metavar="RUN", help="run folders; none: the newest under runs/")
-    flag("--epochs", type=number(int, 1, 10**6), default=100, help="of the classifier (100)")
-    flag("--lr", type=number(float, 0, 1000, above=True), default=0.1, help="its rate (0.1)")
-    flag("--probe-samples", type=number(int, 0, 10**7),
-         help="old images for the classifier of a run without buffer (200)")
-    flag("--split", choices=["test", "val"], default="test", help="val: what --val-fraction kept")
+    flag("runs", nargs="*", metavar="RUN", help="run folders (the last one written to, in runs/)")
+    flag("--epochs", type=int, default=100, help="of the classifier (100)")
+    flag("--lr", type=float, default=0.1, help="its rate (0.1)")
+    flag("--probe-samples", type=int, help="old images for the classifier with buffer 0 (200)")
+    flag("--split", choices=["test", "val"], default="test", help="val: of --val-fraction (test)")
     flag("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (auto)")
-    flag("--data-dir", metavar="DIR", help="where the data is, if not where the run found it")
+    flag("--data-dir", metavar="DIR", help="where the data is, if it was moved")
     return parser
 
 
 def main(argv):
-    """Evaluate the runs named, or the newest; print, and write results.json."""
-    options = vars(build_parser().parse_args(argv))         # the keywords of `evaluate`, and runs
-    runs = [Path(run) for run in options.pop("runs")]
-    options["device"] = pick_device(options["device"])
-    if not runs:
-        newest = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-        if not newest:
-            raise Problem("there is no run under runs/: python train.py makes one, or name one")
-        runs = [newest[-1].parent]
-    if len(set(runs)) < len(runs):
-        raise Problem(f"the run {max(runs, key=runs.count)} is named twice")
-    compare(runs)
-    all_results = {}
+    """Evaluate the runs; print, and write results.json (results-val.json)."""
+    args = build_parser().parse_args(argv)
+    at_least(args, epochs=1, lr=1e-6, probe_samples=0)
+    logs = sorted(Path("runs").glob("*/log.jsonl"), key=lambda path: path.stat().st_mtime)
+    refuse(not args.runs + logs, "there is no run under runs/: name one, or make one with train.py")
+    runs = [Path(run) for run in args.runs] or [logs[-1].parent]
+    refuse(len(set(runs)) < len(runs), f"the run {max(runs, key=runs.count)} is named twice")
+    options = vars(args) | {"device": pick_device(args.device)}
+    del options["runs"]
+    name, all_results = "results.json" if args.split == "test" else "results-val.json", {}
     for run in runs:
-        results = all_results[run] = evaluate(run, **options)
-        path = run / ("results.json" if options["split"] == "test" else "results-val.json")
-        write(path, json.dumps(results, indent=1).encode())
-        print_results(run, results)
-        print(f"written to {path}")
-    if len(runs) > 1:
-        print_table(all_results)
-    print(f"draw them: python results/plot.py {' '.join(map(str, runs))} --out figures")
+        all_results[run] = evaluate(run, **options)
+        write(run / name, json.dumps(all_results[run], indent=1).encode())
+    print_summary(all_results)
+    if len(runs) == 1:
+        print_matrices(all_results[runs[0]])
+    print(f"written: {name}; pictures: python results/plot.py {' '.join(map(str, runs))}")
 
 
 if __name__ == "__main__":

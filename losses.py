@@ -33,20 +33,6 @@ def positives(labels):
     return off_diagonal(labels[:, None] == labels)
 
 
-def own_prototypes(prototypes, labels):
-    """p_yi for every view: (K, d), (n,) -> (n, d).
-
-    A label outside 0..K-1 is an error: the look-up itself finds it, so that nobody need wait for
-    a GPU (where it is an assertion of the device).
-    """
-    try:
-        return F.embedding(labels, prototypes)
-    except IndexError:
-        wrong = labels[(labels < 0) | (labels >= len(prototypes))][0].item()
-        raise ValueError(f"label {wrong} has no prototype: labels must be 0..{len(prototypes) - 1}"
-                         ) from None
-
-
 def focal(log_p, gamma):
     """(1 - p)^gamma log p, elementwise; gradients flow through the weight too, as in focal loss."""
     hardness = -torch.expm1(log_p)                                      # 1 - p
@@ -72,7 +58,7 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     logits = off_diagonal(similarities(z, z, tau))                              # (n, n-1)
     log_D = torch.cat([logits, similarities(z, old, tau)], 1).logsumexp(1)      # (n,)
     log_c = logits - log_D[:, None]                                             # (n, n-1)
-    log_r = (z * own_prototypes(prototypes, labels)).sum(1) / tau - log_D       # (n,)
+    log_r = (z * F.embedding(labels, prototypes)).sum(1) / tau - log_D       # (n,)
     log_r = log_r.clamp(max=0) if gamma else log_r
 
     positive = positives(labels)                                                # (n, n-1)
@@ -116,12 +102,9 @@ def sprd_loss(z, z_past, prototypes, *, zeta_current, zeta_past):
     return -(past * current).sum(1).mean()
 
 
-def hsd_alpha(epoch, epochs, warmup_epochs, alpha_max=1.0):
-    """alpha = max(0, (e - e0) / E) of Eq. 10, e = 1..E: IRD alone, then more and more S-PRD.
-
-    The paper has no alpha_max; in the authors' code alpha stops growing at 0.5.
-    """
-    return min(max(0.0, (epoch - warmup_epochs) / epochs), alpha_max)
+def hsd_alpha(epoch, epochs, warmup_epochs):
+    """alpha = max(0, (e - e0) / E) of Eq. 10, e = 1..E: IRD alone, then more and more S-PRD."""
+    return max(0.0, (epoch - warmup_epochs) / epochs)
 
 
 def hsd_loss(z, z_past, prototypes, alpha, *, kappa_current, kappa_past, zeta_current, zeta_past):

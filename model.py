@@ -9,6 +9,7 @@ only.
 
 import copy
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -55,28 +56,19 @@ class Encoder(nn.Module):
         """(B, 3, H, W) normalised images -> (B, 8*width): what the linear classifier reads."""
         return self.stages(self.stem(x)).mean((2, 3))
 
-    def project(self, features):
-        """(B, 8*width) -> (B, dim) unit vectors, float32 under autocast too: norm exactly 1."""
-        return F.normalize(self.projector(features).float(), dim=1)
+    def joined(self, x):
+        """(B, 3, H, W) -> (B, 16*width): stem and four stages, pooled, for the image-free readout.
+
+        The last 8*width are `features`. Earlier layers move less from task to task.
+        """
+        maps = [self.stem(x)]
+        for stage in self.stages:
+            maps.append(stage(maps[-1]))
+        return torch.cat([part.mean((2, 3)) for part in maps], 1)
 
     def forward(self, x):
-        """(B, 3, H, W) -> (B, dim): z of the paper."""
-        return self.project(self.features(x))
-
-
-class Predictor(nn.Module):
-    """Not in the paper, an option of the authors' code: z -> what the teacher's z is compared with.
-
-    The student alone has it, and only in the distillation; no readout uses it.
-    """
-
-    def __init__(self, dim=128):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.ReLU(inplace=True), nn.Linear(dim, dim))
-
-    def forward(self, z):                                            # (B, dim) -> (B, dim) unit
-        return F.normalize(self.layers(z).float(), dim=1)
+        """(B, 3, H, W) -> (B, dim): z of the paper, unit vectors, float32 under autocast too."""
+        return F.normalize(self.projector(self.features(x)).float(), dim=1)
 
 
 def frozen_copy(net):
@@ -86,7 +78,6 @@ def frozen_copy(net):
     in the authors' code. Running statistics are not used, and momentum 0 keeps them as they are.
     """
     teacher = copy.deepcopy(net).train().requires_grad_(False)
-    teacher.zero_grad(set_to_none=True)             # the copy has the last gradients too
     for module in teacher.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = 0.0

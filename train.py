@@ -1,41 +1,35 @@
-"""Stage 1: learn tasks one after the other with L = w L_FNC2 + v L_HSD (Eq. 6, where w = v = 1).
+"""Stage 1: learn tasks one after another with L = w L_FNC2 + v L_HSD (Eq. 6, where w = v = 1).
 
-    python train.py                                  # drawn shapes, minutes on a laptop, no files
-    python train.py --dataset cifar10 --buffer 0     # the paper's headline run (a GPU and hours)
+    python train.py                                  # drawn shapes: minutes on a CPU, no download
+    python train.py --dataset cifar10 --buffer 0     # the paper's headline run: a GPU and hours
     python train.py --dataset cifar10 --plasticity supcon --stability ird      # Co2L
     torchrun --nproc-per-node 4 train.py ...         # the same run on four GPUs
 
-What the flags leave unset is filled by the dataset's preset below; w is --plasticity-weight (D9 in
-the README), v --stability-weight. A run folder holds config.json (settings), log.jsonl (a line per
-epoch), task<t>.pt (the state at the end of task t) and last.pt (the same inside a task, for
---resume). `python eval.py RUN` evaluates it.
+Presets fill flags that are not given; w is --plasticity-weight (D9), v is --stability-weight. A run
+folder holds config.json (settings), log.jsonl (a line per epoch), task<t>.pt (the state at the end
+of task t) and last.pt (the latest state, for --resume); `python eval.py RUN` evaluates it.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
 import os
-import platform
-import re
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from buffer import ReservoirBuffer
-from data import DATASETS, Problem, augment, load, of_classes, read, save, split_tasks, write
+from data import DATASETS, UserError, augment, load, read, refuse, save, task_images, write
 from etf import simplex_etf
 from losses import fnc2_loss, hsd_alpha, hsd_loss, supcon_loss
-from model import Encoder, Predictor, frozen_copy
+from model import Encoder, frozen_copy
 
-# The values of the paper's appendix; width 64 is ResNet-18. `folder` takes cifar100's, `shapes` is
-# ours, chosen on validation images.
+# The paper's appendix; width 64 is ResNet-18. A folder takes cifar100's; `shapes` is ours.
 PAPER = dict(epochs_first=500, epochs=100, batch_size=512, lr=0.5, dim=128, width=64, gamma=1.0,
              tau=0.5, e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2)
 PRESETS = {
@@ -43,41 +37,63 @@ PRESETS = {
     "cifar100": PAPER | dict(gamma=4.0, zeta_past=0.1),
     "tinyimagenet": PAPER | dict(epochs=50, lr=0.1, dim=256, gamma=4.0, e0=20,
                                  kappa_past=0.1, kappa_current=0.1, zeta_past=0.1),
-    "folder": PAPER | dict(gamma=4.0, zeta_past=0.1),
-    "shapes": PAPER | dict(epochs_first=50, epochs=20, batch_size=32, lr=0.01, dim=32, width=8,
-                           e0=6, image_size=16),
+    "shapes": PAPER | dict(epochs_first=12, epochs=6, batch_size=128, lr=0.125, dim=32, width=8,
+                           e0=2, image_size=16),
 }
+SAVE_SECONDS = 300                              # at least so long between two writes of last.pt
+FREE = {"data_dir", "device", "compile", "out", "resume"}       # may change when a run is resumed
+# torchrun starts WORLD processes that hold the same data and draw the same random numbers. Each
+# encodes its share of the views; the embeddings are gathered and the loss is the whole batch's.
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-# ------------------------------------------------------------------------ training
-# `c` is the settings of a run: a namespace of the flags in `build_parser`.
+# ------------------------------------------------------------------------ the method
 
-class Task(NamedTuple):
-    number: int                     # 1..T
-    old: int                        # classes 0..old-1 are those of earlier tasks
-    seen: int                       # classes 0..seen-1 are those and this task's
-    images: torch.Tensor            # (n, 3, S, S) uint8, of this task alone
-    labels: torch.Tensor            # (n,)
-    pool_images: torch.Tensor       # (n + m, 3, S, S): these and the m in the buffer; batches are
-    pool_labels: torch.Tensor       # (n + m,)          drawn from them
-    prototypes: torch.Tensor        # (K, d), of all classes
-    recipe: dict                    # of the views, for `augment`
+def train_step(net, teacher, optimizer, x, y, *, prototypes, old, seen, alpha, c):
+    """One step on 2N views with labels y (2N,); x is this process's share of them.
+
+    Classes 0..old-1 are those of earlier tasks, 0..seen-1 those and this task's; c: the settings.
+    Returns plasticity, stability and the norm of the mean embedding, without synchronising.
+    """
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
+        z = net(x)                                                              # (2N/WORLD, d)
+        with torch.no_grad():
+            z_past = None if teacher is None else teacher(x)                    # (2N/WORLD, d)
+    z = gather(z)                                                               # (2N, d)
+
+    anchors = y >= old                                      # views of buffer images are no anchors
+    if c.plasticity == "fnc2":
+        old_prototypes = prototypes[:old] if c.pseudo_replay else None          # P_1:t-1
+        plasticity = fnc2_loss(z, y, prototypes, old_prototypes, anchors, tau=c.tau, gamma=c.gamma)
+    else:
+        plasticity = supcon_loss(z, y, anchors, tau=c.tau)
+    stability = torch.zeros_like(plasticity)
+    if teacher is not None:
+        stability = hsd_loss(z, gather(z_past), prototypes[:seen], alpha,       # P_1:t
+                             kappa_current=c.kappa_current, kappa_past=c.kappa_past,
+                             zeta_current=c.zeta_current, zeta_past=c.zeta_past)
+    loss = c.plasticity_weight * plasticity + c.stability_weight * stability    # Eq. 6
+
+    optimizer.zero_grad()
+    (loss * WORLD).backward()           # DistributedDataParallel averages; the shares must add up
+    optimizer.step()
+    return torch.stack([plasticity, stability, z.mean(0).norm()]).detach()
 
 
-def make_task(data, t, buffer, prototypes):
-    """Task t = 1..T of the data, with the images that the buffer holds."""
-    classes = data.tasks[t - 1]
-    mine = of_classes(data.train_labels, classes)
-    images, labels = data.train_images[mine], data.train_labels[mine]
-    return Task(t, classes[0], classes[-1] + 1, images, labels,
-                torch.cat([images, buffer.images.to(images.device)]),
-                torch.cat([labels, buffer.labels.to(images.device)]), prototypes, data.recipe)
+def gather(z):
+    """All embeddings from the shares: (2N/WORLD, d) -> (2N, d); gradients flow to one's own."""
+    if WORLD == 1:
+        return z
+    parts = [torch.empty_like(z) for _ in range(WORLD)]
+    dist.all_gather(parts, z.detach().contiguous())
+    parts[RANK] = z
+    return torch.cat(parts)
 
 
 def learning_rate(progress, epochs, lr):
     """The rate at progress 0..1 of a task: cosine from lr to lr/1000, linear warm-up from 0.01.
 
-    Warm-up takes 10 epochs, at most a tenth of the task; it starts at lr/10 where that is less.
+    Warm-up takes 10 epochs, at most a tenth of the task; it starts at lr/10 if that is less.
     """
     cosine = lambda p: lr / 1000 + (lr - lr / 1000) * (1 + math.cos(math.pi * p)) / 2
     warm = min(10 / epochs, 0.1)
@@ -87,549 +103,297 @@ def learning_rate(progress, epochs, lr):
     return start + (cosine(warm) - start) * progress / warm
 
 
-def train_step(images, labels, task, net, teacher, predictor, optimizer, c, generator, alpha):
-    """One step on N images, two views each, with settings `c` and alpha of Eq. 10.
-
-    Views are drawn from `generator`. Returns plasticity, stability and the length of the mean
-    embedding (1: all views at one point) as a tensor on the device: nobody waits for it.
-    """
-    mine = share(2 * len(labels))                               # all views; of W processes, a Wth
-    x = augment(images.repeat(2, 1, 1, 1), generator, share=mine, **task.recipe)
-    y = labels.repeat(2)                                                        # (2N,)
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
-        z = net(x)                                                              # (2N/W, d)
-        if teacher is not None:
-            z_distil = predictor(z) if c.predictor else z   # what HSD compares with z_past
-            with torch.no_grad():
-                z_past = teacher(x)                                             # (2N/W, d)
-    z = gather(z)                                                               # (2N, d)
-
-    current = y >= task.old                                 # views of old images are no anchors
-    if c.plasticity == "fnc2":
-        old_prototypes = None if c.no_pseudo_replay else task.prototypes[:task.old]     # P_1:t-1
-        plasticity = fnc2_loss(z, y, task.prototypes, old_prototypes, current,
-                               tau=c.tau, gamma=c.gamma)
-    else:
-        plasticity = supcon_loss(z, y, current, tau=c.tau)
-    stability = torch.zeros_like(plasticity)
-    if teacher is not None:
-        stability = hsd_loss(gather(z_distil), gather(z_past), task.prototypes[:task.seen],  # P_1:t
-                             alpha, kappa_current=c.kappa_current, kappa_past=c.kappa_past,
-                             zeta_current=c.zeta_current, zeta_past=c.zeta_past)
-    loss = c.plasticity_weight * plasticity + c.stability_weight * stability            # Eq. 6
-
-    optimizer.zero_grad()
-    loss.backward()
-    sum_gradients(optimizer)
-    optimizer.step()
-    return torch.stack([plasticity, stability, z.mean(0).norm()]).detach()
-
-
-def train_epoch(epoch, epochs, task, net, teacher, predictor, optimizer, c, generator):
-    """Epoch 1..epochs of a task, as a dictionary for the log; the losses are read once, at its end.
-
-    An epoch is a new random order of the pool, cut into batches of one size; the images left over
-    (fewer than a batch) sit this epoch out. A pool smaller than a batch is one batch.
-    """
-    device, n = task.pool_labels.device, len(task.pool_labels)
-    size = min(c.batch_size, n - n % processes())
-    if size == 0:
-        raise Problem(f"task {task.number} has {n} images, fewer than the {processes()} processes")
-    steps = n // size
-    alpha = {"hsd": hsd_alpha(epoch, epochs, c.e0, c.alpha_max), "ird": 0.0, "sprd": 1.0,
-             "none": 0.0}[c.stability] if teacher is not None else 0.0
-    order = torch.randperm(n, generator=generator).to(device)
-    total, start, shown = torch.zeros(3, device=device), time.perf_counter(), 0.0
-    for step in range(steps):
-        rate = learning_rate((epoch - 1 + step / steps) / epochs, epochs, c.lr)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = order[step * size:(step + 1) * size]
-        total += train_step(task.pool_images[batch], task.pool_labels[batch], task, net, teacher,
-                            predictor, optimizer, c, generator, alpha)
-        if sys.stdout.isatty() and time.perf_counter() - shown > 0.5:
-            shown = time.perf_counter()
-            print(f"\r  task {task.number} epoch {epoch}/{epochs} step {step + 1}/{steps} ",
-                  end="", flush=True)
-    plasticity, stability, length = (total / steps).tolist()    # here the host waits for the device
-    seconds = time.perf_counter() - start
-    return {"task": task.number, "epoch": epoch, "plasticity": plasticity, "stability": stability,
-            "chance": chance(task, c), "mean_embedding": length, "alpha": alpha, "lr": rate,
-            "views_per_second": 2 * size * steps / seconds, "seconds": seconds}
-
-
-def make_net(c, device, predictor=False):
-    """The network, or the predictor, with initial weights from a stream of its own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(c.seed, "predictor" if predictor else "weights"))
-        return place(Predictor(c.dim) if predictor else Encoder(c.width, c.dim), device)
-
-
-def make_optimizer(c, *modules):
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return torch.optim.SGD(parameters, lr=c.lr, momentum=0.9, weight_decay=1e-4)
-
-
 def train(c, data, device, out):
-    """The task loop, from wherever the run in `out` stands."""
-    buffer = ReservoirBuffer(c.buffer, seed=seed_for(c.seed, "buffer"))
+    """Learn all tasks, from the last.pt of `out` if there is one; momentum carries over tasks."""
     prototypes = simplex_etf(c.prototypes or len(data.names), c.dim, seed=c.seed).to(device)
-    net, predictor, teacher = make_net(c, device), make_net(c, device, predictor=True), None
-    optimizer = make_optimizer(c, net, predictor)           # one for all tasks: momentum goes on
-
-    def save_state(name, t, epoch):
-        if rank() == 0:
-            save(out / name, {
-                "settings": vars(c), "task": t, "epoch": epoch, "net": net.state_dict(),
-                "predictor": predictor.state_dict(), "buffer": buffer.state_dict(),
-                "optimizer": optimizer.state_dict(), "prototypes": prototypes,
-                "generator": generator.get_state()})
-
-    state = latest_state(out, c, device)                    # None at the beginning
+    buffer = ReservoirBuffer(c.buffer, seed=seed_for(c.seed, "buffer"))
+    net, state = load_net(out / "last.pt" if (out / "last.pt").exists() else None, c, device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=c.lr, momentum=0.9, weight_decay=1e-4)
+    finished, done, log = 0, 0, []              # tasks, epochs of the next task, lines of log.jsonl
     if state:
-        prototypes = state["prototypes"]
-        net.load_state_dict(state["net"])
-        predictor.load_state_dict(state["predictor"])       # unchanged without --predictor
+        finished, done, log = state["finished"], state["epoch"], state["log"]
+        prototypes = state["prototypes"]        # --init may come from a run with another seed
         optimizer.load_state_dict(state["optimizer"])
-        if state["task"] > 1:                   # empty before, and --init may change its capacity
-            buffer.load_state_dict(state["buffer"])
-    log = open_log(out, state)
+        buffer.load_state_dict(state["buffer"])
+        buffer.capacity = c.buffer              # ... or another buffer
+    recipe = data.recipe | {k: torch.tensor(data.recipe[k], device=device) for k in ("mean", "std")}
     compiled = torch.compile if c.compile else lambda module: module
-    forward, saved = compiled(net.train()), time.monotonic()
-    for t in range(state["task"] if state else 1, c.tasks + 1):
-        task = make_task(data, t, buffer, prototypes)
+    student = DistributedDataParallel(net, broadcast_buffers=False) if WORLD > 1 else net
+    student, teacher, saved = compiled(student), None, time.monotonic()
+
+    def save_state(name, finished, epoch):
+        if RANK == 0:
+            save(out / name, {
+                "finished": finished, "epoch": epoch, "net": net.state_dict(), "log": log,
+                "prototypes": prototypes, "optimizer": optimizer.state_dict(),
+                "buffer": buffer.state_dict(), "generator": generator.get_state()})
+
+    for t in range(finished + 1, c.tasks + 1):
+        old, seen = data.tasks[t - 1][0], data.tasks[t - 1][-1] + 1
         epochs = c.epochs if t > 1 else c.epochs_first
-        if t > 1 and c.stability != "none":     # from its file: after a resume net is further on
-            teacher = compiled(frozen_copy(load_task(out / f"task{t - 1}.pt", c, device)[1]))
         generator = torch.Generator().manual_seed(seed_for(c.seed, f"task {t}"))  # batches, views
-        done = 0
-        if state:                                           # inside this task, or at its very end
+        if done:                                            # resume inside this task
             generator.set_state(state["generator"].cpu())
-            done, state = state["epoch"], None
+        elif t > 1:
+            buffer.add(*task_images(data, t - 1))           # each image of a task is offered once
+        if t > 1 and c.stability != "none":
+            teacher = compiled(frozen_copy(load_net(out / f"task{t - 1}.pt", c, device)[0]))
+        images, labels = task_images(data, t)
+        images = torch.cat([images, buffer.images.to(device)])                  # (n + m, 3, S, S)
+        labels = torch.cat([labels, buffer.labels.to(device)])                  # (n + m,)
+        # An epoch is a new order of the pool, cut into equal batches; the rest is left out (D14).
+        size = min(c.batch_size, len(labels) // WORLD * WORLD)
+        share = slice(RANK * 2 * size // WORLD, (RANK + 1) * 2 * size // WORLD)
+        steps = len(labels) // size
+
         for epoch in range(done + 1, epochs + 1):
-            entry = train_epoch(epoch, epochs, task, forward, teacher, predictor, optimizer, c,
-                                generator)
-            report(entry, epochs, task, c)
-            print(json.dumps(entry), file=log, flush=True)
-            if epoch < epochs and time.monotonic() - saved >= 60 * c.save_every:
-                save_state("last.pt", t, epoch)
+            alpha = {"hsd": hsd_alpha(epoch, epochs, c.e0), "sprd": 1.0}.get(c.stability, 0.0)
+            order = torch.randperm(len(labels), generator=generator).to(device)
+            total, start = torch.zeros(3, device=device), time.perf_counter()
+            for step in range(steps):
+                rate = learning_rate((epoch - 1 + step / steps) / epochs, epochs, c.lr)
+                optimizer.param_groups[0]["lr"] = rate
+                batch = order[step * size:(step + 1) * size]
+                x = augment(images[batch].repeat(2, 1, 1, 1), generator, share=share, **recipe)
+                total += train_step(student, teacher, optimizer, x, labels[batch].repeat(2),
+                                    prototypes=prototypes, old=old, seen=seen, alpha=alpha, c=c)
+            plasticity, stability, norm = (total / steps).tolist()      # waits for the device
+            seconds = time.perf_counter() - start
+            log.append({"task": t, "epoch": epoch, "plasticity": plasticity, "stability": stability,
+                        "mean_embedding": norm, "alpha": alpha * (t > 1), "lr": rate,
+                        "seconds": seconds, "views_per_second": 2 * size * steps / seconds})
+            report(log[-1], epochs, c)
+            if RANK == 0:
+                write(out / "log.jsonl", "".join(json.dumps(e) + "\n" for e in log).encode())
+            if epoch < epochs and time.monotonic() - saved >= SAVE_SECONDS:
+                save_state("last.pt", t - 1, epoch)
                 saved = time.monotonic()
-        save_state(f"task{t}.pt", t, epochs)    # with the buffer that task t trained with (D13)
-        wait_for_all()                                      # they read the teacher from this file
-        buffer.add(task.images, task.labels)    # every image of the finished task, offered once
-    log.close()
+        save_state(f"task{t}.pt", t, 0)                     # with the buffer of task t (D13)
+        save_state("last.pt", t, 0)
+        done = 0
+        if WORLD > 1:
+            dist.barrier()                                  # all read the teacher from this file
 
 
-# ------------------------------------------------------------------------ several processes
-# torchrun starts W copies of this program. Each holds all images and draws the same numbers, so all
-# agree on every batch and view. Each makes and encodes its share of the views; the embeddings are
-# gathered, every process computes the loss of the whole batch, and the gradients of the shares add
-# up to that of one process. The first alone prints and writes. Without torchrun W is 1.
-
-def rank():                                     # torchrun sets LOCAL_RANK, others may set RANK
-    return int(os.environ["RANK"]) if "LOCAL_RANK" in os.environ else 0
-
-
-def processes():
-    return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1
-
-
-def wait_for_all():
-    if processes() > 1:
-        dist.barrier()
-
-
-def place(module, device):
-    """To the device; there BatchNorm spans all processes, where torch can do that."""
-    if processes() > 1 and device.type == "cuda":
-        module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    return module.to(device, memory_format=torch.channels_last)
-
-
-def share(n):
-    """Which of n views are this process's."""
-    return slice(rank() * n // processes(), (rank() + 1) * n // processes())
-
-
-def gather(z):
-    """Embeddings of all views from those of every share: (n/W, d) -> (n, d)."""
-    if processes() == 1:
-        return z
-    parts = [torch.empty_like(z) for _ in range(processes())]
-    dist.all_gather(parts, z.detach().contiguous())
-    parts[rank()] = z                           # the gradient flows through one's own share
-    return torch.cat(parts)
-
-
-def sum_gradients(optimizer):
-    """Add up what all shares contribute to the gradient."""
-    if processes() > 1:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view(grad.shape))
-
-
-# ------------------------------------------------------------------------ what is told on the way
-
-def report(entry, epochs, task, c):
-    """Print where an epoch is, its losses, the speed and the time left; stop or warn where due."""
-    t, epoch, loss = task.number, entry["epoch"], entry["plasticity"]
+def report(entry, epochs, c):
+    """Print an epoch's losses, speed and the time left; stop if diverged, warn if collapsed."""
+    t, epoch, loss, norm = (entry[k] for k in ("task", "epoch", "plasticity", "mean_embedding"))
     line = f"task {t}/{c.tasks}  epoch {epoch:>3}/{epochs}  {c.plasticity} {loss:.4f}"
     if t > 1 and c.stability != "none":
-        line += f"  {c.stability} {entry['stability']:.4f}"
-        line += f"  alpha {entry['alpha']:.2f}" if c.stability == "hsd" else ""
-    images = (epochs - epoch) * len(task.pool_labels)
-    images += (c.tasks - t) * c.epochs * (len(task.labels) + c.buffer)
-    hours = 2 * images / entry["views_per_second"] / 3600
-    left = f"{60 * hours:.1f} min" if hours < 1.5 else f"{hours:.1f} h"
-    clear = "\r\033[K" if sys.stdout.isatty() else ""
-    print(f"{clear}{line}  lr {entry['lr']:.4f}  {entry['views_per_second']:.0f} views/s  "
-          f"{left} left", flush=True)
-    if not math.isfinite(loss + entry["stability"]):
-        raise Problem(f"the loss is not finite in task {t}, epoch {epoch}: {c.plasticity} {loss}, "
-                      f"{c.stability} {entry['stability']}. {c.out} keeps earlier epochs, but "
-                      "--resume would go the same way again: start a new run with a smaller --lr")
-    if t == epoch == 1 and hours > 24:
-        print(f"note: at this speed the run takes {hours / 24:.1f} days; a GPU is faster, and "
-              "--width, --image-size, --limit-per-class, --epochs-first and --epochs make it less")
-    if epoch < epochs or task.seen == 1:                    # a single class has nothing to tell
-        return
-    if entry["mean_embedding"] > 0.99:
-        print(f"warning: task {t} ends with all views at one point (length of the mean embedding "
-              f"{entry['mean_embedding']:.4f}): the network has collapsed; a smaller --lr helps")
-    elif loss > 0.999 * entry["chance"]:
-        print(f"warning: task {t} ends with {c.plasticity} {loss:.4f}, chance is "
-              f"{entry['chance']:.4f}: it was not learned; another --lr or more epochs may help")
+        line += f"  {c.stability} {entry['stability']:.4f}  alpha {entry['alpha']:.2f}"
+    teacher = 4 / 3 if t == 1 and c.stability != "none" else 1     # later tasks run the teacher too
+    print(f"{line}  lr {entry['lr']:.4f}  {entry['views_per_second']:.0f} views/s  "
+          f"{entry['seconds'] * (epochs - epoch + (c.tasks - t) * c.epochs * teacher) / 60:.1f} min"
+          " left", flush=True)
+    refuse(not math.isfinite(loss + entry["stability"]), f"the loss is not finite in task {t}, "
+           f"epoch {epoch}: {c.plasticity} {loss}, {c.stability} {entry['stability']}; resuming "
+           "would diverge again: start a new run with a smaller --lr")
+    if epoch == epochs and norm > 0.99:
+        print(f"warning: task {t} ends with all embeddings at one point (norm of their mean "
+              f"{norm:.4f}): the network has collapsed; try a smaller --lr")
 
 
-def chance(task, c):
-    """The plasticity loss where all similarities are equal: about ln(2N-1 + old prototypes)."""
-    others, focus = 2 * min(c.batch_size, len(task.pool_labels)) - 1, 1
-    if c.plasticity == "fnc2":
-        others += 0 if c.no_pseudo_replay else task.old
-        focus = (1 - 1 / others) ** c.gamma
-    return math.log(others) * focus * len(task.labels) / len(task.pool_labels)  # old views count 0
-
-
-# ------------------------------------------------------------------------ the run folder
-
-def open_run(path):
-    """A run's settings, as a namespace, and its finished tasks, task1.pt, task2.pt, ..."""
-    path, finished = Path(path), []
-    if not (path / "config.json").is_file():
-        raise Problem(f"{path} is not a run: it has no config.json")
+def load_net(file, c, device):
+    """The network of a checkpoint, and all that the checkpoint holds; file None: a new network."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(c.seed, "weights"))
+        net, state = Encoder(c.width, c.dim), read(file, device) if file else None
     try:
-        saved = json.loads((path / "config.json").read_text())["settings"]
-        if saved.keys() != vars(build_parser().parse_args([])).keys() | {"classes"}:
-            raise ValueError
-        DATASETS[saved["dataset"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Problem(f"{path / 'config.json'} is damaged, or not of this version of the program"
-                      ) from None
-    while (path / f"task{len(finished) + 1}.pt").is_file():
-        finished.append(path / f"task{len(finished) + 1}.pt")
-    return argparse.Namespace(**saved), finished
+        net.load_state_dict(state["net"] if file else net.state_dict())
+    except (KeyError, RuntimeError, TypeError, AttributeError):
+        raise UserError(f"{file} does not hold a network of width {c.width} and dim {c.dim}"
+                        ) from None
+    if WORLD > 1 and device.type == "cuda":                 # torch has it for CUDA only
+        net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    return net.to(device, memory_format=torch.channels_last), state
 
 
-def latest_state(out, c, device):
-    """The furthest state of the run in `out`; of a new run --init's first task, or None."""
-    finished = open_run(out)[1]
-    if (out / "last.pt").exists():
-        state = load_task(out / "last.pt", c, device)[0]
-        if state["task"] > len(finished):       # it is written inside tasks, and may be older
-            return state
-    newest = finished[-1] if finished else c.init and Path(c.init) / "task1.pt"
-    return load_task(newest, c, device)[0] if newest else None
-
-
-def load_task(file, c, device):
-    """What a task<t>.pt or last.pt holds, and the network in it."""
-    keys = ("task", "epoch", "net", "predictor", "optimizer", "prototypes", "buffer", "generator")
-    state, net = read(file, device, keys), Encoder(c.width, c.dim)
+def open_run(run):
+    """Settings of a run (default: what config.json lacks), and task<t>.pt of its finished tasks."""
+    path, count = Path(run) / "config.json", len(list(Path(run).glob("task*.pt")))
+    refuse(not path.is_file(), f"{run} is not a run: it has no config.json")
+    files = [path.with_name(f"task{t}.pt") for t in range(1, count + 1)]
     try:
-        net.load_state_dict(state["net"])
-    except (RuntimeError, TypeError, AttributeError):
-        raise Problem(f"{file} is not of this run: its network is not of width {c.width} and "
-                      f"dim {c.dim}") from None
-    return state, place(net, torch.device(device))
+        saved = argparse.Namespace(**json.loads(path.read_text())["settings"])
+        return settle(build_parser().parse_args([], saved)), files
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged: it does not hold the settings of a run") from None
 
 
-def load_data(c, device, data_dir=None):
-    """The data of a run with settings `c`, all of it on the device."""
-    data = load(c.dataset, data_dir or c.data_dir, tasks=c.tasks, image_size=c.image_size,
+def load_data(c, device):
+    """The data of a run with settings `c`, on the device; classes and recipe belong to the run."""
+    data = load(c.dataset, c.data_dir, tasks=c.tasks, image_size=c.image_size,
                 limit_per_class=c.limit_per_class, val_fraction=c.val_fraction, seed=c.seed)
-    if c.classes not in (None, data.names):
-        raise Problem(f"{data_dir or c.data_dir} has other classes than the run was trained on")
-    moved = {name: value.to(device) for name, value in data._asdict().items()
-             if isinstance(value, torch.Tensor)}
-    colours = {name: torch.tensor(data.recipe[name], device=device) for name in ("mean", "std")}
-    return data._replace(**moved, recipe=data.recipe | colours)
-
-
-def open_log(out, state):
-    """log.jsonl for appending, without lines of epochs after the state that we go on from."""
-    path, lines = out / "log.jsonl", []
-    if rank() > 0:
-        return open(os.devnull, "w")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):               # a line cut short by a kill
-            entry = json.loads(line)
-            if state and (entry["task"], entry["epoch"]) <= (state["task"], state["epoch"]):
-                lines.append(line + "\n")
-    write(path, "".join(lines).encode())
-    return open(path, "a")
-
-
-# ------------------------------------------------------------------------ settings
-
-# FREE may change on --resume and among runs that are averaged: they move rounding at most.
-# LATER may change with --init too: they do not touch task 1.
-FREE = {"data_dir", "device", "compile", "out", "resume", "init", "save_every"}
-LATER = {"buffer", "stability", "stability_weight", "no_pseudo_replay", "predictor", "alpha_max",
-         "epochs", "e0", "kappa_past", "kappa_current", "zeta_past", "zeta_current"}
-
-
-def number(kind, low, high, above=False):
-    """An argparse type: a number of `kind`, low <= it <= high, or low < it if `above`."""
-    def parse(text):
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and not (above and value == low):
-                return value
-        word, start = "a whole number" if kind is int else "a number", "above" if above else "from"
-        raise argparse.ArgumentTypeError(f"{text!r} should be {word} {start} {low} to {high}")
-    return parse
-
-
-def build_parser():
-    """Every setting of a run, its kind, default (None: see PRESETS) and meaning."""
-    parser = argparse.ArgumentParser(
-        prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0],
-        usage="python train.py [flags]  (--help lists them)")
-
-    def flag(name, kind, default, text):
-        how = ({"action": "store_true"} if kind is bool else {"choices": kind, "default": default}
-               if isinstance(kind, list) else {"type": kind, "default": default, "metavar": "X"})
-        group.add_argument(name, help=text, **how)
-
-    count, weight = number(int, 1, 10**6), number(float, 0, 1000)
-    positive = number(float, 0, 1000, above=True)
-    group = parser.add_argument_group("data")
-    flag("--dataset", list(DATASETS), "shapes", "(shapes)")
-    flag("--data-dir", str, "data", "where datasets are, or are downloaded to (data)")
-    flag("--tasks", count, None, "number of tasks (the dataset's own); 1 is joint training")
-    flag("--buffer", number(int, 0, 10**7), 0, "images kept of old tasks; paper: 0, 200, 500 (0)")
-    flag("--image-size", number(int, 4, 1024), None, "resize images, once (the dataset's)")
-    flag("--limit-per-class", count, None, "use the first so many training images of each class")
-    flag("--val-fraction", number(float, 0, 0.9), 0.0, "hold out for eval.py --split val (0)")
-    group = parser.add_argument_group("method; the paper's values are the presets")
-    flag("--plasticity", ["fnc2", "supcon"], "fnc2", "loss of the current task (fnc2)")
-    flag("--stability", ["hsd", "ird", "sprd", "none"], "hsd", "distillation, from task 2 on (hsd)")
-    flag("--no-pseudo-replay", bool, False, "no old prototypes in FNC2's D_i")
-    flag("--plasticity-weight", weight, None, "(tau/0.07, the authors' code; paper's formula: 1)")
-    flag("--stability-weight", weight, 1.0, "(1)")
-    flag("--predictor", bool, False, "distil through a small MLP, as the authors' code does")
-    flag("--gamma", number(float, 0, 100), None, "focus of FNC2; paper: 1 (cifar10), 4")
-    flag("--tau", positive, None, "temperature of the plasticity loss; paper: 0.5")
-    flag("--e0", number(int, 0, 10**6), None, "first epochs, IRD alone; paper: 30 of 100 (share)")
-    flag("--alpha-max", number(float, 0, 1), 1.0, "alpha grows no further (1); authors' code: 0.5")
-    flag("--kappa-past", positive, None, "IRD, teacher; paper: 0.01, 0.1 (tinyimagenet)")
-    flag("--kappa-current", positive, None, "IRD, student; paper: 0.2, 0.1 (tinyimagenet)")
-    flag("--zeta-past", positive, None, "S-PRD, teacher; paper: 0.01 (cifar10), 0.1")
-    flag("--zeta-current", positive, None, "S-PRD, student; paper: 0.2")
-    group = parser.add_argument_group("training")
-    flag("--seed", number(int, 0, 2**31), 0, "(0)")
-    flag("--epochs-first", count, None, "of task 1; paper: 500")
-    flag("--epochs", count, None, "of each later task; paper: 100, 50 (tinyimagenet)")
-    flag("--batch-size", number(int, 2, 10**6), None, "images, two views each; paper: 512")
-    flag("--lr", positive, None, "paper: 0.5, 0.1 (tinyimagenet)")
-    flag("--dim", number(int, 1, 10**5), None, "of embeddings; paper: 128, 256 (tinyimagenet)")
-    flag("--width", number(int, 8, 1024), None, "of the network; paper: 64, which is ResNet-18")
-    flag("--prototypes", number(int, 2, 10**5), None, "fixed in advance (as many as classes)")
-    group = parser.add_argument_group("running")
-    flag("--device", str, "auto", "auto, cpu, cuda, cuda:1, mps (auto)")
-    flag("--amp", bool, False, "bfloat16 autocast around the encoder")
-    flag("--compile", bool, False, "torch.compile the encoder, teacher included")
-    flag("--out", str, None, "run folder (runs/<dataset>-buffer<N>-seed<S>)")
-    flag("--resume", bool, False, "go on with the run in --out, with its settings")
-    flag("--init", str, None, "start at task 2 with this run's first task and its settings; flags "
-         "may change what concerns later tasks (stability, epochs, buffer)")
-    flag("--save-every", weight, 5.0, "minutes at least between two writings of last.pt (5)")
-    return parser
-
-
-def parse(argv):
-    """All settings: the flags, then those of the run that this one goes on from, then presets."""
-    parser = build_parser()
-    flags = parser.parse_args(argv)
-    if flags.resume and flags.init:
-        raise Problem(f"--init {flags.init} starts a run, --resume goes on with one: give one")
-    folder = lambda c: c.out or f"runs/{c.dataset}-buffer{c.buffer}-seed{c.seed}"
-    saved = vars(open_run(flags.init or folder(flags))[0]) if flags.resume or flags.init else {}
-    for key in ("out", "resume") + ("init",) * bool(flags.init):
-        saved.pop(key, None)
-    if flags.init and flags.epochs:             # other epochs, their share of e0
-        saved.pop("e0")
-    name = saved.get("dataset", flags.dataset)
-    preset = PRESETS.get(name, PRESETS["folder"])
-    table = {"tasks": DATASETS[name]["tasks"], "image_size": DATASETS[name]["size"]}
-    parser.set_defaults(**{"classes": None} | table | preset | {"e0": None} | saved)
-    c = parser.parse_args(argv)                 # again, now that the defaults are known
-    for key in sorted(saved.keys() - FREE - (LATER if flags.init else set())):
-        value = getattr(c, key)
-        if value != saved[key]:
-            flag = "--" + key.replace("_", "-") + ("" if value is True else f" {value}")
-            raise Problem(f"{flag}, the run has {saved[key]}: leave the flag out, or start a run "
-                          "of its own")
-    if c.e0 is None:                            # the preset's share of the epochs that there are
-        c.e0 = round(preset["e0"] * c.epochs / preset["epochs"])
-    if c.plasticity_weight is None:
-        c.plasticity_weight = c.tau / 0.07
-    c.out = folder(c)
-    return c
-
-
-def check(c, classes):
-    """Settings that contradict each other or the number of classes."""
-    count = c.prototypes or classes
-    split_tasks(classes, c.tasks)
-    if count < classes:
-        raise Problem(f"--prototypes {count} are fewer than the {classes} classes")
-    if c.dim < count - 1:
-        raise Problem(f"--dim {c.dim} is too small for {count} prototypes: at least {count - 1}")
-    if c.stability == "hsd" and c.e0 >= c.epochs:
-        raise Problem(f"--e0 {c.e0} of --epochs {c.epochs} leaves no epoch for S-PRD: choose a "
-                      "smaller --e0, or --stability ird")
-    if c.batch_size % processes():
-        raise Problem(f"--batch-size {c.batch_size} is not a multiple of the {processes()} "
-                      "processes that share it")
+    refuse(c.classes not in (None, data.names), f"{c.data_dir} has other classes than the run")
+    tensors = {k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)}
+    return data._replace(**tensors, recipe=c.recipe or data.recipe)
 
 
 def seed_for(seed, purpose):
-    """Streams of their own from one --seed: what one of them draws moves none of the others.
-
-    The prototypes, the validation split and eval.py take the seed itself.
-    """
+    """Independent random streams from one --seed, for weights, buffer and the batches of a task."""
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:7], "big")
 
 
 # ------------------------------------------------------------------------ command line
 
+def build_parser():
+    """Every setting of a run, with its default (None: the preset's) and its meaning."""
+    parser = argparse.ArgumentParser("train.py", "python train.py [flags], --help lists them",
+                                     __doc__.split("\n")[0], allow_abbrev=False)
+    parser.set_defaults(classes=None, recipe=None, processes=WORLD)     # no flags, in config.json
+
+    def flag(name, kind, default, text):
+        how = ({"action": argparse.BooleanOptionalAction} if kind is bool else
+               {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": "X"})
+        group.add_argument(name, default=default, help=text, **how)
+
+    group = parser.add_argument_group("data")
+    flag("--dataset", list(DATASETS), "shapes", "(shapes)")
+    flag("--data-dir", str, "data", "where datasets are, or are downloaded to (data)")
+    flag("--tasks", int, None, "number of tasks (the dataset's own); 1 is joint training")
+    flag("--buffer", int, 0, "images kept of old tasks; paper: 0, 200, 500 (0)")
+    flag("--image-size", int, None, "resize images, once (the dataset's)")
+    flag("--limit-per-class", int, None, "use the first X training images of each class")
+    flag("--val-fraction", float, 0.0, "hold out for eval.py --split val (0)")
+    group = parser.add_argument_group("method; the paper's values are the presets")
+    flag("--plasticity", ["fnc2", "supcon"], "fnc2", "loss of the current task (fnc2)")
+    flag("--stability", ["hsd", "ird", "sprd", "none"], "hsd", "distillation, from task 2 on (hsd)")
+    flag("--pseudo-replay", bool, True, "old prototypes in FNC2's denominator (on)")
+    flag("--plasticity-weight", float, None, "(tau/0.07, as the authors' code; paper's formula: 1)")
+    flag("--stability-weight", float, 1.0, "(1)")
+    flag("--gamma", float, None, "focus of FNC2; paper: 1 (cifar10), 4")
+    flag("--tau", float, None, "temperature of the plasticity loss; paper: 0.5")
+    flag("--e0", int, None, "first epochs, IRD alone; paper: 30 of 100 (the same share)")
+    flag("--kappa-past", float, None, "IRD, teacher; paper: 0.01, 0.1 (tinyimagenet)")
+    flag("--kappa-current", float, None, "IRD, student; paper: 0.2, 0.1 (tinyimagenet)")
+    flag("--zeta-past", float, None, "S-PRD, teacher; paper: 0.01 (cifar10), 0.1")
+    flag("--zeta-current", float, None, "S-PRD, student; paper: 0.2")
+    group = parser.add_argument_group("training")
+    flag("--seed", int, 0, "(0)")
+    flag("--epochs-first", int, None, "of task 1; paper: 500")
+    flag("--epochs", int, None, "of each later task; paper: 100, 50 (tinyimagenet)")
+    flag("--batch-size", int, None, "images, two views each; paper: 512")
+    flag("--lr", float, None, "paper: 0.5, 0.1 (tinyimagenet)")
+    flag("--dim", int, None, "of embeddings; paper: 128, 256 (tinyimagenet)")
+    flag("--width", int, None, "of the network; paper: 64, which is ResNet-18")
+    flag("--prototypes", int, None, "fixed in advance (as many as classes)")
+    group = parser.add_argument_group("running")
+    flag("--device", str, "auto", "auto, cpu, cuda, cuda:1, mps (auto)")
+    flag("--amp", bool, False, "bfloat16 autocast around the networks (off)")
+    flag("--compile", bool, False, "torch.compile the networks (off)")
+    flag("--out", str, None, "run folder (runs/<dataset>-buffer<N>-seed<S>)")
+    flag("--resume", bool, False, "continue the run in --out, with its settings (off)")
+    flag("--init", str, None, "start at task 2 from the task1.pt of a run with the same network")
+    return parser
+
+
+def settle(c):
+    """Check the ranges, and fill what the flags left unset from the dataset's preset."""
+    at_least(c, tasks=1, buffer=0, image_size=4, limit_per_class=1, val_fraction=0, seed=0, width=8,
+             plasticity_weight=0, stability_weight=0, gamma=0, e0=0, epochs_first=1, epochs=1,
+             batch_size=2, dim=1, prototypes=2, lr=1e-6, tau=1e-6, kappa_past=1e-6,
+             kappa_current=1e-6, zeta_past=1e-6, zeta_current=1e-6)
+    preset, table = PRESETS.get(c.dataset, PRESETS["cifar100"]), DATASETS[c.dataset]
+    filled = {"tasks": table["tasks"], "image_size": table["size"]} | preset | {
+        "e0": round(preset["e0"] * (c.epochs or preset["epochs"]) / preset["epochs"]),  # its share
+        "plasticity_weight": (c.tau or preset["tau"]) / 0.07,
+        "out": f"runs/{c.dataset}-buffer{c.buffer}-seed{c.seed}"}
+    return argparse.Namespace(**{key: filled.get(key) if value is None else value
+                                 for key, value in vars(c).items()})
+
+
+def at_least(settings, **lowest):
+    """No number is below its lowest value, infinite or nan; None is unset."""
+    for key, low in lowest.items():
+        value = getattr(settings, key)
+        refuse(value is not None and not low <= value < math.inf,
+               f"--{key.replace('_', '-')} {value} must be at least {low}")
+
+
+def parse(argv):
+    """The settings of a run from its flags; --resume keeps those of the run."""
+    c = settle(build_parser().parse_args(argv))
+    if c.resume:
+        saved = vars(open_run(c.out)[0])
+        c = build_parser().parse_args(argv, argparse.Namespace(**saved))
+        for key in saved.keys() - FREE:
+            refuse(getattr(c, key) != saved[key], f"--{key.replace('_', '-')} {getattr(c, key)}: "
+                   f"the run has {saved[key]}; leave the flag out, or start a new run")
+    return c
+
+
 def pick_device(name):
-    """--device as a torch.device; auto takes CUDA, then MPS, then the CPU."""
+    """--device as a torch.device with its number; auto: the accelerator, if there is one."""
     if name == "auto":
-        name = ("cuda" if torch.cuda.is_available() else
-                "mps" if torch.backends.mps.is_available() and processes() == 1 else "cpu")
-    if processes() > 1 and name not in ("cuda", "cpu"):
-        raise Problem(f"--device {name} is one device, but there are {processes()} processes: give "
-                      "cuda or cpu")
-    if name == "cuda" and processes() > 1:
-        name = f"cuda:{os.environ['LOCAL_RANK']}"               # a GPU for each process
-    with contextlib.suppress(RuntimeError, AssertionError):     # unknown, or not in this torch
-        device = torch.empty(1, device=name).device             # with its number: cuda is cuda:0
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if device.type in ("cpu", "cuda", "mps"):
-            return device
-    raise Problem(f"--device {name} is not to be had here: give auto, cpu, or a cuda or mps device "
-                  "that torch sees")
-
-
-def command(main):
-    """Run main(argv) as a program: what the user can mend ends it with one sentence, status 2."""
+        name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    if WORLD > 1 and str(name) == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"           # one GPU for each process
     try:
-        sys.exit(main(sys.argv[1:]))
-    except (Problem, OSError, RuntimeError) as problem:
-        if isinstance(problem, RuntimeError):
-            if not re.search("out of memory|allocate memory|not enough memory", str(problem)):
-                raise
-            problem = (f"too little memory ({str(problem).splitlines()[0][:100]}): a smaller "
-                       "--batch-size or --image-size, or --amp, needs less")
-        if rank() > 0:
-            time.sleep(10)      # the first process says the same, and then torchrun ends this one
-        print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def check_machine(c, out, device):
-    """What the run folder, --amp, --compile and --init lack is told before anything is made."""
-    if out.exists() and not out.is_dir():
-        raise Problem(f"--out {out} is a file, not a folder")
-    held = [path.name for name in ("config.json", "*.pt", "log.jsonl") for path in out.glob(name)]
-    if held and not c.resume:
-        raise Problem(f"{out} holds a run already ({held[0]}): go on with --resume, or choose "
-                      "another --out")
-    if c.amp and (device.type == "mps"
-                  or device.type == "cuda" and not torch.cuda.is_bf16_supported(False)):
-        raise Problem(f"--amp needs bfloat16, which {device} does not have: leave it out")
-    if c.compile:
-        try:
-            torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
-        except Exception as error:                          # no compiler, mostly
-            raise Problem(f"--compile fails here ({type(error).__name__}): leave it out") from None
-    if c.init and not c.resume:
-        if not open_run(c.init)[1]:
-            raise Problem(f"--init {c.init}: that run has not finished its first task")
-        load_task(Path(c.init) / "task1.pt", c, "cpu")
+        device = torch.empty(0, device=name).device         # cuda becomes cuda:0
+    except (RuntimeError, AssertionError):                  # unknown, or not in this torch
+        raise UserError(f"--device {name} is not available") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def main(argv):
-    """Settle the settings, find what is wrong before anything is made, then train."""
+    """Find what is wrong before anything is written, make the run folder, then train."""
     c = parse(argv)
     out, device = Path(c.out), pick_device(c.device)
-    if DATASETS[c.dataset]["classes"]:
-        check(c, DATASETS[c.dataset]["classes"])
-    check_machine(c, out, device)
+    refuse(c.tasks is None, f"--tasks is needed with --dataset {c.dataset}")
+    refuse(c.batch_size % WORLD, f"--batch-size {c.batch_size} is no multiple of {WORLD} processes")
+    refuse(c.stability == "hsd" and c.e0 >= c.epochs, f"--e0 {c.e0} of --epochs {c.epochs} leaves "
+           "no epoch for S-PRD: choose a smaller --e0, or --stability ird")
+    refuse(any(p.is_file() for p in (out, *out.parents)), f"--out {out} is a file, not a folder")
+    refuse(not c.resume and (any(out.glob("*.pt")) or (out / "config.json").exists()),
+           f"{out} holds a run: continue it with --resume, or choose another --out")
+    refuse(c.processes != WORLD and device.type != "cuda", f"resume with {c.processes} processes, "
+           f"not {WORLD}: on the CPU their number changes the BatchNorm")
+    init = load_net(c.init, c, device)[1] if c.init and not c.resume else None
     torch.backends.cudnn.benchmark = True                   # batches keep one shape
-    if processes() > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=timedelta(hours=2))
-    if rank() > 0:
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if RANK > 0:
         sys.stdout = open(os.devnull, "w")
-        wait_for_all()                                      # (a) the first may download the data
+        dist.barrier()                                      # rank 0 downloads the data first
     data = load_data(c, device)
-    c.classes = data.names
-    check(c, len(c.classes))
+    classes, count = len(data.names), c.prototypes or len(data.names)
+    refuse(not classes <= count <= c.dim + 1, f"{count} prototypes do not fit: at least {classes} "
+           f"(--prototypes, one for each class) and at most {c.dim + 1} (--dim + 1)")
+    refuse(init and (init.get("finished"), len(init.get("prototypes", []))) != (1, count),
+           f"--init {c.init} is not the task1.pt of a run with {count} prototypes")
+    if RANK == 0 and not c.resume:
+        c.classes, c.recipe = data.names, data.recipe
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("task1.pt", "last.pt") if init else ():
+            write(out / name, Path(c.init).read_bytes())
+        config = {"settings": vars(c), "torch": torch.__version__, "device": str(device),
+                  "python": sys.version, "threads": torch.get_num_threads()}
+        write(out / "config.json", json.dumps(config, indent=1).encode())
+    if RANK == 0 and WORLD > 1:
+        dist.barrier()
     print(f"{c.dataset}: {c.tasks} tasks of {len(data.tasks[0])} classes, {len(data.train_labels)} "
           f"training images, {c.plasticity} + {c.stability}, buffer {c.buffer}, seed {c.seed}, "
-          f"{device}, in {out}", flush=True)
-    if processes() > 1 and device.type != "cuda":
-        print(f"note: on {device.type} each of the {processes()} processes normalises by its own "
-              "share of the views: torch has a BatchNorm over all of them for CUDA only")
-    go_on = f"python train.py --resume --out {out}"
-    try:
-        if rank() == 0:
-            prepare(c, out, device)
-            wait_for_all()                                  # (a) now the others load theirs
-        wait_for_all()                                      # until all hold the data
-        train(c, data, device, out)
-        if processes() > 1:
-            dist.destroy_process_group()
-    except KeyboardInterrupt:
-        print(f"\nstopped; go on with: {go_on}")
-        return 130
-    except OSError as error:
-        raise Problem(f"{out} cannot be written ({error}); what was saved before is whole: make "
-                      f"room, then {go_on}") from None
+          f"{device}\nin {out}; after an interruption: python train.py --resume --out {out}")
+    train(c, data, device, out)
+    if WORLD > 1:
+        dist.destroy_process_group()
     print(f"finished. Evaluate with: python eval.py {out}")
 
 
-def prepare(c, out, device):
-    """The run folder with its config.json, without leftovers of a `write` that was killed."""
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in (path for name in ("config.json", "log.jsonl", "*.pt")
-                  for path in out.glob(f"{name}.*.tmp")):
-        stale.unlink()
-    if not c.resume:
-        versions = {"torch": torch.__version__, "python": platform.python_version(),
-                    "device": str(device), "threads": torch.get_num_threads(),
-                    "processes": processes()}
-        write(out / "config.json", json.dumps({"settings": vars(c)} | versions, indent=1).encode())
+def command(main):
+    """Run main(argv) as a program; user errors: one line, exit status 2."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        time.sleep(10 if RANK else 0)                       # rank 0 prints it, torchrun ends us
+        message, status = f"error: {error}", 2
+    except (KeyboardInterrupt, BrokenPipeError) as stop:    # Ctrl-C; `python train.py | head -1`
+        sys.stdout = open(os.devnull, "w")
+        message, status = f"stopped ({type(stop).__name__})", 130
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

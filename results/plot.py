@@ -1,17 +1,19 @@
-"""Pictures of runs that eval.py has evaluated: accuracy.png (the matrices), tasks.png (average
-accuracy over tasks) and embeddings.png (t-SNE of test images and prototypes).
+"""Pictures of evaluated runs, and of results that are kept in a folder.
 
-    python results/plot.py RUN ... --out DIR
+    python results/plot.py RUN ... [--out DIR]      # accuracy.png, tasks.png, embeddings.png
+    python results/plot.py --kept FOLDER NAME[:READOUT] ... [--out FILE]
+
+That is the matrices of the linear readout, average accuracy after each task, and a t-SNE of test
+images and prototypes after each task. --kept: average accuracy over the seeds of each NAME.
 """
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 try:
     import matplotlib
     from sklearn.manifold import TSNE
@@ -22,9 +24,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from data import Problem, normalise
-from eval import KINDS, READOUTS, encode
-from train import command, load_data, load_task, open_run
+import report
+from analysis import opened
+from data import refuse
+from eval import KINDS, encode
+from train import command, load_net
+
+STYLES = {"linear": "-", "image_free": ":", "image_free_old": ":", "head": "--", "prototype": "-."}
 
 
 def title(r):
@@ -33,87 +39,103 @@ def title(r):
 
 def draw_matrices(path, results):
     """A row for each run: Class-IL and Task-IL accuracy of the linear readout, task by task."""
-    size = (8, 3.6 * len(results))
-    figure, axes = plt.subplots(len(results), 2, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(len(results), 2, figsize=(8, 3.6 * len(results)), squeeze=False,
+                                layout="constrained")
     for r, pair in zip(results.values(), axes):
         for kind, axis in zip(KINDS, pair):
             matrix = r["linear"][kind]["matrix"]
-            rows, columns = range(len(matrix)), range(len(matrix[0]))
-            filled = [[math.nan if a is None else a for a in row] for row in matrix]
-            picture = axis.imshow(filled, vmin=0, vmax=100)
-            for t, i in ((t, i) for t in rows for i in columns if matrix[t][i] is not None):
-                axis.text(i, t, f"{matrix[t][i]:.0f}", ha="center", va="center", fontsize=8,
-                          color="black" if matrix[t][i] > 60 else "white")
-            axis.set(xlabel="accuracy on task", ylabel="after task", xticks=columns, yticks=rows,
-                     xticklabels=[i + 1 for i in columns], yticklabels=[t + 1 for t in rows])
+            rows, columns = len(matrix), len(matrix[0])
+            axis.imshow([[float("nan") if a is None else a for a in row] for row in matrix],
+                        vmin=0, vmax=100, extent=(0.5, columns + 0.5, rows + 0.5, 0.5))
+            for t, row in enumerate(matrix, 1):
+                for i, a in enumerate(row, 1):
+                    axis.text(i, t, "" if a is None else f"{a:.0f}", ha="center", va="center",
+                              color="white" if (a or 0) < 60 else "black")
+            axis.set(xlabel="accuracy on task, %", xticks=range(1, columns + 1),
+                     ylabel="after task", yticks=range(1, rows + 1))
             axis.set_title(f"{KINDS[kind]}: {title(r)}", fontsize=9)
-        figure.colorbar(picture, ax=list(pair), label="%")
     figure.savefig(path, dpi=120)
 
 
-def draw_tasks(path, results):
-    """Average accuracy after each task, a colour for each run: linear and image-free readouts."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+def draw_tasks(path, groups):
+    """Average accuracy after each task: {(label, readout): results of the seeds}, a line each."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
+    names = list(dict.fromkeys(name for name, _ in groups))             # a colour each
     for kind, axis in zip(KINDS, axes):
-        for number, r in enumerate(results.values()):
-            for name, style in (("linear", "-"), ("image_free", ":")):
-                rows = r[name][kind]["matrix"]
-                means = [statistics.mean(a for a in row if a is not None) for row in rows]
-                axis.plot(range(1, len(rows) + 1), means, style, marker="o", color=f"C{number}",
-                          label=f"{title(r)}, {READOUTS[name]}")
-        axis.set(title=KINDS[kind], xlabel="after task", ylabel="average accuracy, %",
-                 ylim=(0, 102), xticks=range(1, len(rows) + 1))
+        for i, ((name, readout), seeds) in enumerate(groups.items()):
+            curves = [[statistics.mean(a for a in row if a is not None)
+                       for row in r[readout][kind]["matrix"]] for r in seeds]
+            points = list(zip(*curves))                     # of all seeds after each task
+            axis.errorbar([t + 1 + 0.03 * i for t in range(len(points))],
+                          [statistics.mean(p) for p in points],
+                          [statistics.stdev(p) if len(p) > 1 else 0 for p in points],
+                          linestyle=STYLES[readout], marker="o", markersize=4, capsize=2,
+                          color=f"C{names.index(name)}",
+                          label=f"{name}: {report.READOUTS[readout].lower()} (n = {len(seeds)})")
+        axis.set(title=KINDS[kind], xlabel="after task", xticks=range(1, len(points) + 1),
+                 ylabel="average accuracy on the tasks so far, %")
         axis.grid(alpha=0.3)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2,
-                  fontsize=8)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
 
 
-def draw_embeddings(path, results, count=1000):
-    """t-SNE of the last embeddings of some test images (dots) and the prototypes (stars)."""
-    size = (5 * len(results), 5.8)
-    figure, axes = plt.subplots(1, len(results), figsize=size, squeeze=False, layout="constrained")
-    for (run, r), axis in zip(results.items(), axes[0]):
-        c, finished = open_run(run)
-        data, (state, net) = load_data(c, "cpu"), load_task(finished[-1], c, "cpu")
-        K = data.tasks[len(finished) - 1][-1] + 1
-        shown = (data.test_labels < K).nonzero().squeeze(1)
-        mixed = torch.randperm(len(shown), generator=torch.Generator().manual_seed(0))
-        some = shown[mixed[:count]]
-        plain = lambda x: normalise(x, data.recipe["mean"], data.recipe["std"])
-        z = torch.cat([encode(net, data.test_images[some], plain)[1], state["prototypes"][:K]])
+def draw_embeddings(path, results, count=400):
+    """t-SNE of the same test images after every task (dots) and of the prototypes (stars): one for
+    all tasks of a run, so that positions can be compared along a row. It keeps neighbours and not
+    distances; a star that no image is near may lie anywhere."""
+    T = max(len(r["linear"]["class_il"]["matrix"]) for r in results.values())
+    figure, axes = plt.subplots(len(results), T, squeeze=False, layout="constrained",
+                                figsize=(3 * T, 3.2 * len(results) + 0.5))
+    for (run, r), row in zip(results.items(), axes):
+        c, data, files, images, labels, plain = opened(run, "test", "cpu")
+        some = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:count]
+        K, shown, parts = data.tasks[len(files) - 1][-1] + 1, [], []
+        for t, file in enumerate(files):
+            net, state = load_net(file, c, "cpu")
+            shown.append(some[labels[some] <= data.tasks[t][-1]])
+            parts.append(encode(net.eval(), images[shown[-1]], plain))
+        z = torch.cat([*parts, state["prototypes"][:K if c.plasticity == "fnc2" else 0]])
         flat = TSNE(perplexity=min(30, len(z) // 4), random_state=0).fit_transform(z.numpy())
         colours = plt.get_cmap("tab10" if K <= 10 else "nipy_spectral", K)
-        labels = data.test_labels[some].tolist()
-        axis.scatter(*flat[:-K].T, s=6, c=[colours(k) for k in labels], linewidths=0)
-        for k, point in enumerate(flat[-K:]):
-            axis.scatter(*point, marker="*", s=160, color=colours(k), edgecolors="black",
-                         label=data.names[k] if K <= 10 else None)
-        axis.set(xticks=[], yticks=[])
-        axis.set_title(title(r), fontsize=9)
+        *parts, stars = torch.tensor(flat).split([*map(len, parts), len(z) - sum(map(len, parts))])
+        limits = [(v.min() - 4, v.max() + 4) for v in flat.T]
+        for t, axis in enumerate(row):
+            axis.set(xticks=[], yticks=[], xlim=limits[0], ylim=limits[1])
+            axis.set_title(f"after task {t + 1}" + (f": {title(r)}" if t == 0 else ""), fontsize=8)
+            if t < len(files):
+                axis.scatter(*parts[t].T, s=7, linewidths=0, c=colours(labels[shown[t]].numpy()))
+                axis.scatter(*stars.T, marker="*", s=130, c=colours(range(len(stars))),
+                             edgecolors="black")
     if K <= 10:
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                      fontsize=8, markerscale=0.6)
-    figure.suptitle("last embeddings (dots) and prototypes (stars), t-SNE", fontsize=10)
+        dots = [plt.Line2D([], [], marker="o", linestyle="", color=colours(k)) for k in range(K)]
+        figure.legend(dots, data.names[:K], loc="outside lower center", ncols=K, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def main(argv):
-    """Draw the runs named."""
+    """Draw the runs named, or with --kept the names in the folder."""
     parser = argparse.ArgumentParser(prog="plot.py", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN")
-    parser.add_argument("--out", metavar="DIR", default="figures", help="(figures)")
+    parser.add_argument("names", nargs="+", metavar="RUN", help="or NAME[:READOUT] with --kept")
+    parser.add_argument("--kept", metavar="FOLDER", help="draw results kept there")
+    parser.add_argument("--out", help="folder (figures); with --kept a file (FOLDER/methods.png)")
     args = parser.parse_args(argv)
-    results = {}
-    for run in args.runs:
+    if args.kept:
+        runs, groups, out = report.load(args.kept), {}, args.out or f"{args.kept}/methods.png"
+        for name, readout in ((name + ":linear").split(":")[:2] for name in args.names):
+            refuse(not all(readout in r for r in runs.get(name, [{}])),
+                   f"there are no {readout} results of {name} in {args.kept}")
+            groups[report.label(name), readout] = runs[name]
+        draw_tasks(out, groups)
+        return print(f"written: {out}")
+    results, out = {}, Path(args.out or "figures")
+    for run in args.names:
         path = Path(run) / "results.json"
-        if not path.is_file():
-            raise Problem(f"{path} does not exist: python eval.py {run} writes it")
+        refuse(not path.is_file(), f"{path} does not exist: python eval.py {run} writes it")
         results[run] = json.loads(path.read_text())
-    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     draw_matrices(out / "accuracy.png", results)
-    draw_tasks(out / "tasks.png", results)
+    draw_tasks(out / "tasks.png", {(title(r), readout): [r] for r in results.values()
+                                   for readout in ("linear", "image_free")})
     draw_embeddings(out / "embeddings.png", results)
     print(f"pictures in {out}: accuracy.png, tasks.png, embeddings.png")
 
