@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-# crop: area of the random crop; blur: its probability; mean, std: of the training images.
+# crop: area of the random crop; blur: probability of blur; mean, std: of the training images.
 DATASETS = {
     "shapes": dict(classes=10, tasks=5, size=32, crop=(0.6, 1.0), blur=0.0,
                    mean=(0.50, 0.50, 0.50), std=(0.29, 0.30, 0.29)),

@@ -2,7 +2,7 @@
 
   linear      The paper's: a linear classifier, trained on the images of task t and the old images
               in its buffer, every class drawn equally often; the last epoch counts. With buffer 0
-              the classifier alone gets --probe-samples old images; the encoder never saw them.
+              the classifier alone gets --probe-samples old images, which no encoder sees again.
   image-free  Ours: no old image. The mean of each class and one covariance, corrected for the drift
               of the encoder after every task; linear discriminant analysis.
   prototype   The nearest prototype, argmax_k z.p_k: nothing is kept, nothing trained.
@@ -93,7 +93,7 @@ def encode(layer, images, view, batch=500):
 def linear_probe(features, labels, num_classes, *, draws, epochs, lr, seed, batch=256):
     """A linear classifier on cached features (m, F) of crops with labels (m,): (C, F) and (C,).
 
-    An epoch is that many draws of a class, then of one of its crops. SGD with momentum 0.9, cosine
+    An epoch is `draws` draws of a class, then of one of its crops. SGD with momentum 0.9, cosine
     to 0. Features are standardised, which is folded into the weights returned.
     """
     g, device = torch.Generator().manual_seed(seed), features.device
@@ -231,7 +231,7 @@ def evaluate(run, *, epochs=100, lr=0.1, probe_samples=None, split="test", devic
         print(f"{run}: evaluated after task {t} of {len(files)}", flush=True)
         probe.add(*task)
         last_net = net
-    save(Path(run) / "classifier.pt", {                     # of the last task: weight, bias
+    save(Path(run) / "classifier.pt", {                     # after the last task: weight, bias
         "linear": linear, "image_free": image_free, "statistics": stats, "classes": data.names})
     results = {name: {kind: summary(rows[name][kind]) for kind in KINDS} for name in READOUTS}
     nc = neural_collapse(z, labels[shown], state["prototypes"])
@@ -299,7 +299,7 @@ def build_parser():
     flag("--epochs", type=int, default=100, help="of the classifier (100)")
     flag("--lr", type=float, default=0.1, help="its rate (0.1)")
     flag("--probe-samples", type=int, help="old images for the classifier with buffer 0 (200)")
-    flag("--split", choices=["test", "val"], default="test", help="val: of --val-fraction (test)")
+    flag("--split", choices=["test", "val"], default="test", help="val: --val-fraction's (test)")
     flag("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (auto)")
     flag("--data-dir", metavar="DIR", help="where the data is, if it was moved")
     return parser

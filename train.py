@@ -81,7 +81,7 @@ def train_step(net, teacher, optimizer, x, y, *, prototypes, old, seen, alpha, c
 
 
 def gather(z):
-    """All embeddings from the shares: (2N/WORLD, d) -> (2N, d); gradients flow to one's own."""
+    """All embeddings from the shares: (2N/WORLD, d) -> (2N, d); gradients flow to our share."""
     if WORLD == 1:
         return z
     parts = [torch.empty_like(z) for _ in range(WORLD)]
@@ -112,10 +112,10 @@ def train(c, data, device, out):
     finished, done, log = 0, 0, []              # tasks, epochs of the next task, lines of log.jsonl
     if state:
         finished, done, log = state["finished"], state["epoch"], state["log"]
-        prototypes = state["prototypes"]        # --init may come from a run with another seed
+        prototypes = state["prototypes"]        # --init: of a run with another seed or buffer
         optimizer.load_state_dict(state["optimizer"])
         buffer.load_state_dict(state["buffer"])
-        buffer.capacity = c.buffer              # ... or another buffer
+        buffer.capacity = c.buffer
     recipe = data.recipe | {k: torch.tensor(data.recipe[k], device=device) for k in ("mean", "std")}
     compiled = torch.compile if c.compile else lambda module: module
     student = DistributedDataParallel(net, broadcast_buffers=False) if WORLD > 1 else net
@@ -181,7 +181,7 @@ def report(entry, epochs, c):
     line = f"task {t}/{c.tasks}  epoch {epoch:>3}/{epochs}  {c.plasticity} {loss:.4f}"
     if t > 1 and c.stability != "none":
         line += f"  {c.stability} {entry['stability']:.4f}  alpha {entry['alpha']:.2f}"
-    teacher = 4 / 3 if t == 1 and c.stability != "none" else 1     # later tasks run the teacher too
+    teacher = 4 / 3 if t == 1 and c.stability != "none" else 1     # a 4th forward of 3
     print(f"{line}  lr {entry['lr']:.4f}  {entry['views_per_second']:.0f} views/s  "
           f"{entry['seconds'] * (epochs - epoch + (c.tasks - t) * c.epochs * teacher) / 60:.1f} min"
           " left", flush=True)
@@ -197,19 +197,19 @@ def load_net(file, c, device):
     """The network of a checkpoint, and all that the checkpoint holds; file None: a new network."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(c.seed, "weights"))
-        net, state = Encoder(c.width, c.dim), read(file, device) if file else None
+        net = Encoder(c.width, c.dim)
+    state = read(file, device) if file else None
     try:
         net.load_state_dict(state["net"] if file else net.state_dict())
     except (KeyError, RuntimeError, TypeError, AttributeError):
-        raise UserError(f"{file} does not hold a network of width {c.width} and dim {c.dim}"
-                        ) from None
+        raise UserError(f"{file} has no network of width {c.width} and dim {c.dim}") from None
     if WORLD > 1 and device.type == "cuda":                 # torch has it for CUDA only
         net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return net.to(device, memory_format=torch.channels_last), state
 
 
 def open_run(run):
-    """Settings of a run (default: what config.json lacks), and task<t>.pt of its finished tasks."""
+    """Settings of a run (missing ones take their default), and task<t>.pt of finished tasks."""
     path, count = Path(run) / "config.json", len(list(Path(run).glob("task*.pt")))
     refuse(not path.is_file(), f"{run} is not a run: it has no config.json")
     files = [path.with_name(f"task{t}.pt") for t in range(1, count + 1)]
@@ -240,7 +240,7 @@ def build_parser():
     """Every setting of a run, with its default (None: the preset's) and its meaning."""
     parser = argparse.ArgumentParser("train.py", "python train.py [flags], --help lists them",
                                      __doc__.split("\n")[0], allow_abbrev=False)
-    parser.set_defaults(classes=None, recipe=None, processes=WORLD)     # no flags, in config.json
+    parser.set_defaults(classes=None, recipe=None, processes=WORLD)     # not flags; in config.json
 
     def flag(name, kind, default, text):
         how = ({"action": argparse.BooleanOptionalAction} if kind is bool else
@@ -263,7 +263,7 @@ def build_parser():
     flag("--stability-weight", float, 1.0, "(1)")
     flag("--gamma", float, None, "focus of FNC2; paper: 1 (cifar10), 4")
     flag("--tau", float, None, "temperature of the plasticity loss; paper: 0.5")
-    flag("--e0", int, None, "first epochs, IRD alone; paper: 30 of 100 (the same share)")
+    flag("--e0", int, None, "epochs of IRD alone in each task; paper: 30 of 100 (that share)")
     flag("--kappa-past", float, None, "IRD, teacher; paper: 0.01, 0.1 (tinyimagenet)")
     flag("--kappa-current", float, None, "IRD, student; paper: 0.2, 0.1 (tinyimagenet)")
     flag("--zeta-past", float, None, "S-PRD, teacher; paper: 0.01 (cifar10), 0.1")
@@ -356,7 +356,7 @@ def main(argv):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
-        dist.barrier()                                      # rank 0 downloads the data first
+        dist.barrier()                                      # rank 0 loads first: it may download
     data = load_data(c, device)
     classes, count = len(data.names), c.prototypes or len(data.names)
     refuse(not classes <= count <= c.dim + 1, f"{count} prototypes do not fit: at least {classes} "
@@ -387,7 +387,7 @@ def command(main):
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        time.sleep(10 if RANK else 0)                       # rank 0 prints it, torchrun ends us
+        time.sleep(10 if RANK else 0)                       # rank 0 prints it, torchrun stops us
         message, status = f"error: {error}", 2
     except (KeyboardInterrupt, BrokenPipeError) as stop:    # Ctrl-C; `python train.py | head -1`
         sys.stdout = open(os.devnull, "w")

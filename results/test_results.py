@@ -24,8 +24,8 @@ import report
 import speed
 import train
 from etf import simplex_etf
-from losses import fnc2_loss
-from model import Encoder
+from losses import fnc2_loss, supcon_loss
+from model import Encoder, frozen_copy
 
 CPU = torch.device("cpu")
 TINY = ("--limit-per-class 12 --width 8 --image-size 8 --batch-size 8 --epochs-first 2 --epochs 2 --dim 16 "
@@ -55,7 +55,7 @@ def evaluated(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(data.LOADERS, "shapes", few_shapes)
-        train.main([*TINY, "--val-fraction", "0.2", "--out", str(out)])
+        train.main([*TINY, "--val-fraction", "0.2", "--zeta-past", "0.5", "--out", str(out)])
         evaluation.main([str(out), "--epochs", "5"])
     return out
 
@@ -193,11 +193,11 @@ def test_gcr_keeps_few_weighted_images_whose_gradient_is_that_of_all(monkeypatch
     weights = baselines.matching_pursuit(10 * g, 3)
     assert sorted(weights[weights > 0].tolist()) == close([1, 3, 5], rel=0.01)
     torch.manual_seed(0)
-    g = torch.randn(40, 12).double() + 0.5
-    weights = baselines.matching_pursuit(g, 6)
+    g = torch.randn(40, 12).double()
+    weights = baselines.matching_pursuit(g, 12)
     error = lambda w: (w.double() @ g - g.sum(0)).norm()
-    random = [F.one_hot(torch.randperm(40)[:6], 40).sum(0) * 40 / 6 for _ in range(50)]
-    assert (weights >= 0).all() and (weights > 0).sum() <= 6 and error(weights) < 0.5 * min(map(error, random))
+    random = [F.one_hot(torch.randperm(40)[:12], 40).sum(0) * 40 / 12 for _ in range(50)]
+    assert (weights >= 0).all() and (weights > 0).sum() <= 12 and error(weights) < 0.5 * min(map(error, random))
 
     learner, tasks, sizes = learner_of("gcr", buffer=24, beta=1.0, alpha=0.0)
     for t, task in enumerate(tasks[:3], 1):
@@ -311,11 +311,18 @@ def test_analysis_of_prototypes_and_of_gamma(evaluated, capsys):
     for i, key in enumerate(("nc1", "nc2", "nc3", "nc4"), 1):   # the mean over tasks is eval.py's
         assert sum(row[i] for row in rows) / 5 == close(r["nc"][key], abs=0.006)
     assert [row[5] for row in rows] == close(r["prototype"]["class_il"]["matrix"][-1], abs=0.006)
-    assert rows[0][9:] == [None] * 3 and all(row[9] + row[10] <= 100.01 for row in rows[1:])
-    z, p, how = F.normalize(torch.randn(10, 16), dim=1), simplex_etf(10, 16), dict(tau=0.5, gamma=1)
-    assert analysis.part_of_r(z, torch.arange(10), p, p[:0], **how) == close(100)   # no positives
-    few, many = (analysis.part_of_r(z.repeat(n, 1), torch.arange(10).repeat(n), p, p[:2], **how) for n in (2, 10))
-    assert 0 < many < few < 100
+    c, d = train.open_run(evaluated)[0], train.load_data(train.open_run(evaluated)[0], "cpu")
+    net, state = train.load_net(evaluated / "task1.pt", c, "cpu")
+    with torch.no_grad():                                       # S-PRD's targets in task 2
+        q = torch.cat([(frozen_copy(net)(x) @ state["prototypes"][:4].T / c.zeta_past).softmax(1)
+                       for x, _ in analysis.batches(d, 2, c.batch_size)])
+    assert rows[1][9] == close(100 * q[:, :2].sum(1).mean().item(), abs=0.006) and rows[0][9:] == [None] * 3
+    z, p, y = F.normalize(torch.randn(50, 16), dim=1), simplex_etf(10, 16), torch.arange(50) % 10
+    assert analysis.part_of_r(z[:10], y[:10], p, p[:2], tau=0.5, gamma=1) == close(100)     # no positives
+    whole = analysis.gradient(lambda z: fnc2_loss(z, y, p, tau=0.5, gamma=0), z)
+    others = analysis.gradient(lambda z: 4 / 5 * supcon_loss(z, y, tau=0.5), z)             # four positives each
+    own = (whole - others).norm() / ((whole - others).norm() + others.norm())
+    assert analysis.part_of_r(z, y, p, p[:0], tau=0.5, gamma=0) == close(100 * own.item(), rel=1e-3)
     analysis.main(["focal", str(evaluated), "--device", "cpu"])
     found = re.findall(r"cosine with gamma 0 ([\d.]+), length \+([\d.]+) %", capsys.readouterr().out)
     assert len(found) == 10 and all(float(cosine) > 0.9 for cosine, _ in found)
