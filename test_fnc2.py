@@ -758,7 +758,7 @@ def test_foreign_and_malicious_files_are_refused_and_run_nothing(here, complete)
         Path("one/task1.pt").write_bytes(content)
         assert "task1.pt is not a checkpoint of this program" in refused(*command)
     torch.save({"net": {"weight": torch.zeros(3)}}, "one/task1.pt")
-    assert "does not hold a network of width 8" in refused(*commands[0])
+    assert "has no network of width 8" in refused(*commands[0])
     for settings in ("", "[]", '{"dataset": "x"}', '{"tau": "x"}'):
         Path("one/config.json").write_text('{"settings": %s}' % settings)
         for command in (commands[0], (train, "--resume", "--out", "one")):
