@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The CIFAR-10 runs of results/README.md, most important first, two at a time with one thread each.
+# The CIFAR-10 tables with 50 later epochs, most important first, two at a time with one thread each.
 #     bash results/cifar.sh [CIFAR10_DIR]                   # from the project's root
-# Can be stopped and started again: results that are kept in results/cifar10 are skipped, and runs of train.py continue.
+# Can be stopped and started again: results that are kept in results/cifar10-50 are skipped, and runs of train.py continue.
 # Rows with --init start from task1.pt of another run, in runs/cifar10: task 1 depends on the plasticity loss and the seed alone.
 cd "$(dirname "$0")/.." || exit
-export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10 AMP=
+export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10-50 AMP=
 grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && AMP=--amp      # without these bfloat16 is emulated, 8 times slower than float32
 export COMMON="--dataset cifar10 --data-dir $DATA --width 16 --image-size 16 $AMP"
 export SETTING="$COMMON --batch-size 128 --lr 0.125 --epochs-first 25 --epochs 50"
