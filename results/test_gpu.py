@@ -53,14 +53,18 @@ def test_a_step_at_full_size(flags, device, monkeypatch):
     assert device == "cuda" or all(p.grad.shape == p.shape for p in net.parameters())
 
 
-def test_encoding_and_the_embeddings_of_two_processes(monkeypatch):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def test_encoding():
     with fake_tensors():
         with torch.device("cuda"):
             net, images = Encoder(64, 128).eval(), torch.zeros(600, 3, 32, 32, dtype=torch.uint8)
         more = evaluation.more_images(images, None)
         h = evaluation.encode(net.joined, more, lambda x: data.normalise(x, [0.5] * 3, [0.2] * 3))
     assert h.shape == (1800, 1024) and h.device.type == "cuda"
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="torch 2.10 cannot gather fake tensors")
+def test_the_embeddings_of_two_processes(monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
     torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         monkeypatch.setattr(train, "WORLD", 2), monkeypatch.setattr(train, "RANK", 1)
