@@ -31,14 +31,15 @@ from model import Encoder, frozen_copy
 
 # The paper's appendix; width 64 is ResNet-18. A folder takes cifar100's; `shapes` is ours.
 PAPER = dict(epochs_first=500, epochs=100, batch_size=512, lr=0.5, dim=128, width=64, gamma=1.0,
-             tau=0.5, e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2)
+             tau=0.5, e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2,
+             stability_weight=1.0)
 PRESETS = {
     "cifar10": PAPER,
     "cifar100": PAPER | dict(gamma=4.0, zeta_past=0.1),
     "tinyimagenet": PAPER | dict(epochs=50, lr=0.1, dim=256, gamma=4.0, e0=20,
                                  kappa_past=0.1, kappa_current=0.1, zeta_past=0.1),
-    "shapes": PAPER | dict(epochs_first=12, epochs=6, batch_size=128, lr=0.125, dim=32, width=8,
-                           e0=2, image_size=16),
+    "shapes": PAPER | dict(epochs_first=16, epochs=8, batch_size=32, lr=0.06, dim=32, width=8, e0=3,
+                           image_size=16, stability_weight=4.0),
 }
 SAVE_SECONDS = 300                              # at least so long between two writes of last.pt
 FREE = {"data_dir", "device", "compile", "out", "resume"}       # may change when a run is resumed
@@ -260,7 +261,7 @@ def build_parser():
     flag("--stability", ["hsd", "ird", "sprd", "none"], "hsd", "distillation, from task 2 on (hsd)")
     flag("--pseudo-replay", bool, True, "old prototypes in FNC2's denominator (on)")
     flag("--plasticity-weight", float, None, "(tau/0.07, as the authors' code; paper's formula: 1)")
-    flag("--stability-weight", float, 1.0, "(1)")
+    flag("--stability-weight", float, None, "(1, as in the paper; shapes: 4)")
     flag("--gamma", float, None, "focus of FNC2; paper: 1 (cifar10), 4")
     flag("--tau", float, None, "temperature of the plasticity loss; paper: 0.5")
     flag("--e0", int, None, "epochs of IRD alone in each task; paper: 30 of 100 (that share)")
