@@ -31,8 +31,7 @@ from model import Encoder, frozen_copy
 
 # The paper's appendix; width 64 is ResNet-18. A folder takes cifar100's; `shapes` is ours.
 PAPER = dict(epochs_first=500, epochs=100, batch_size=512, lr=0.5, dim=128, width=64, gamma=1.0,
-             tau=0.5, e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2,
-             stability_weight=1.0)
+             tau=0.5, e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2)
 PRESETS = {
     "cifar10": PAPER,
     "cifar100": PAPER | dict(gamma=4.0, zeta_past=0.1),
@@ -294,8 +293,8 @@ def settle(c):
              plasticity_weight=0, stability_weight=0, gamma=0, e0=0, epochs_first=1, epochs=1,
              batch_size=2, dim=1, prototypes=2, lr=1e-6, tau=1e-6, kappa_past=1e-6,
              kappa_current=1e-6, zeta_past=1e-6, zeta_current=1e-6)
-    preset, table = PRESETS.get(c.dataset, PRESETS["cifar100"]), DATASETS[c.dataset]
-    filled = {"tasks": table["tasks"], "image_size": table["size"]} | preset | {
+    preset, of = PRESETS.get(c.dataset, PRESETS["cifar100"]), DATASETS[c.dataset]
+    filled = {"tasks": of["tasks"], "image_size": of["size"], "stability_weight": 1.0} | preset | {
         "e0": round(preset["e0"] * (c.epochs or preset["epochs"]) / preset["epochs"]),  # its share
         "plasticity_weight": (c.tau or preset["tau"]) / 0.07,
         "out": f"runs/{c.dataset}-buffer{c.buffer}-seed{c.seed}"}
