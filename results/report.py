@@ -113,13 +113,14 @@ def learning(runs):
 
 def paper(runs):
     """Print Class-IL / Task-IL AA by every readout, beside the paper's Table 1."""
-    print("\n| buffer | method | n | its own classifier | linear | image-free, earlier "
-          "| the paper, full scale |\n" + "|---" * 7 + "|")
+    earlier = any("image_free_old" in r for seeds in runs.values() for r in seeds)
+    print("\n| buffer | method | n | its own classifier | linear | image-free"
+          + ", earlier" * earlier + " | the paper, full scale |\n" + "|---" * 7 + "|")
     for buffer, name in ((buffer, name) for buffer in PAPER for name in PAPER[buffer]):
         seeds = runs.get(f"{name}-buffer{buffer}" if buffer else name, [])
         cells = [" / ".join(cell([r[readout][kind]["aa"] for r in seeds]) for kind in KINDS)
                  if seeds and readout in seeds[0] else "-" if seeds else "not run"
-                 for readout in ("head", "linear", "image_free_old")]
+                 for readout in ("head", "linear", "image_free" + "_old" * earlier)]
         print(f"| {buffer} | {LABELS[name]} | {len(seeds)} | {' | '.join(cells)} "
               f"| {PAPER[buffer][name]} |")
 

@@ -342,12 +342,22 @@ def script(*argv):
 def test_tables_are_the_means_of_the_kept_results(folder):
     """Every row of report.py stands in results/README.md."""
     page = (ROOT / "results" / "README.md").read_text()
-    for flags in [[]] + [["--learning"], ["--paper"]] * (folder.name == "cifar10"):
+    for flags in [[]] + [["--learning"], ["--paper"]] * ("cifar10" in folder.name.split("-")):
         status, printed, error = script(ROOT / "results" / "report.py", folder, *flags)
         rows = re.findall(r"^\| .* \| \d+ \|.*", printed.split("Nearest prototype:")[0], re.M)
         assert status == 0 and len(rows) > 1, error
         for row in rows:
             assert row in page, f"run results/report.py {folder} {' '.join(flags)}: {row}"
+
+
+def test_front_page_has_the_figures_of_the_kept_results(capsys):
+    page, shapes = (ROOT / "README.md").read_text(), report.load(ROOT / "results" / "shapes")
+    report.paper(report.load(ROOT / "results" / "cifar10"))
+    rows = re.findall(r"^\| (?:0|200) \|.*", page, re.M)
+    assert len(rows) > 3 and set(rows) <= set(capsys.readouterr().out.splitlines())
+    for readout in ("linear", "image_free"):
+        cells = [report.cell([r[readout]["class_il"]["aa"] for r in shapes[name]]) for name in ("hsd", "co2l", "none")]
+        assert " | ".join(cells) in page
 
 
 def test_chance_is_the_loss_of_equal_similarities(evaluated):
