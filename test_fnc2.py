@@ -560,8 +560,8 @@ def test_presets_fill_only_what_is_unset():
     for flags, wanted in {
             "cifar10": dict(epochs_first=500, epochs=100, batch_size=512, lr=0.5, dim=128, width=64, gamma=1, tau=0.5,
                             e0=30, kappa_past=0.01, kappa_current=0.2, zeta_past=0.01, zeta_current=0.2,
-                            plasticity_weight=0.5 / 0.07, out="runs/cifar10-buffer0-seed0"),
-            "cifar100": dict(tasks=5, gamma=4, zeta_past=0.1),
+                            plasticity_weight=0.5 / 0.07, stability_weight=1, out="runs/cifar10-buffer0-seed0"),
+            "cifar100": dict(tasks=5, gamma=4, zeta_past=0.1), "shapes": dict(stability_weight=4),
             "tinyimagenet": dict(tasks=10, epochs=50, lr=0.1, dim=256, gamma=4, e0=20, kappa_past=0.1, zeta_past=0.1),
             "cifar10 --gamma 0 --epochs 20 --plasticity-weight 0": dict(gamma=0, plasticity_weight=0, e0=6)}.items():
         assert wanted.items() <= vars(train.parse(["--dataset", *flags.split()])).items()
@@ -728,7 +728,7 @@ def test_resume_keeps_the_settings_and_may_change_only_what_is_free(here, monkey
     config["settings"]["of_a_later_version"] = 3
     Path("one/config.json").write_text(json.dumps(config))
     c = train.open_run("one")[0]
-    assert (c.stability_weight, c.compile, c.dim) == (1, False, 16)
+    assert (c.stability_weight, c.compile, c.dim) == (4, False, 16)
     assert ok(train, *resume) and same_run(complete, "one")     # a finished run stays as it is
     monkeypatch.setattr(train, "WORLD", 2)                      # on the CPU this would change the BatchNorm
     assert "resume with 1 process" in refused(train, *resume)
