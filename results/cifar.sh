@@ -2,7 +2,7 @@
 # The CIFAR-10 tables with 50 later epochs, most important first, two at a time with one thread each.
 #     bash results/cifar.sh [CIFAR10_DIR]                   # from the project's root
 # Can be stopped and started again: results that are kept in results/cifar10-50 are skipped, and runs of train.py continue.
-# Rows with --init start from task1.pt of another run, in runs/cifar10: task 1 depends on the plasticity loss and the seed alone.
+# Rows with --init start from task1.pt of another run, if it is in runs/cifar10: task 1 depends on plasticity loss and seed alone.
 cd "$(dirname "$0")/.." || exit
 export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10-50 AMP=
 grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && AMP=--amp      # without these bfloat16 is emulated, 8 times slower than float32
@@ -12,6 +12,8 @@ mkdir -p runs/cifar10 $KEEP
 
 one() {     # NAME flags...: a run of train.py; NAME --method ...: of results/baselines.py
     local name=$1 out=runs/cifar10/$1; shift
+    local flags="$*" init=$(sed -n 's/.*\(--init [^ ]*\).*/\1/p' <<< "$*")
+    [ -e "${init#--init }" ] || set -- ${flags/$init/}      # no such file on this machine: task 1 is trained again
     [ -e "$KEEP/$name.json" ] && return
     case "$*" in
         "--method cila"*) rm -rf "$out"; python results/baselines.py $SETTING "$@" --out "$out" ;;
