@@ -36,11 +36,10 @@ class ReservoirBuffer:
         size = min(self.seen, self.capacity)
         slots = torch.tensor(list(chosen), dtype=torch.long, device=labels.device)
         source = torch.tensor(list(chosen.values()), dtype=torch.long, device=labels.device)
-        for name, new in (("images", images), ("labels", labels)):    # labels last: len() is theirs
-            old = getattr(self, name) if len(self) else new[:0]
-            held = torch.cat([old, new.new_empty(size - len(old), *new.shape[1:])])
-            held[slots] = new[source]
-            setattr(self, name, held)
+        held = (self.images, self.labels) if len(self) else (images[:0], labels[:0])
+        self.images, self.labels = (torch.cat([old, new.new_empty(size - len(old), *new.shape[1:])])
+                                    for old, new in zip(held, (images, labels)))
+        self.images[slots], self.labels[slots] = images[source], labels[source]
 
     def state_dict(self):
         return {"capacity": self.capacity, "seen": self.seen, "images": self.images,

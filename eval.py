@@ -44,10 +44,8 @@ def forgetting(A):
     The paper's max begins at t = 1, where task i > 1 has no accuracy yet. It can be negative.
     """
     T = len(A)
-    if T == 1:
-        return math.nan
-    best = [max(float(A[t][i]) for t in range(i, T - 1)) for i in range(T - 1)]
-    return sum(best[i] - float(A[-1][i]) for i in range(T - 1)) / (T - 1)
+    lost = [max(float(A[t][i]) for t in range(i, T - 1)) - float(A[-1][i]) for i in range(T - 1)]
+    return sum(lost) / len(lost) if lost else math.nan
 
 
 def accuracies(scores, labels, tasks):
@@ -73,7 +71,7 @@ def neural_collapse(z, labels, prototypes):
     K = int(labels.max()) + 1
     p = prototypes[:K]
     if K == 1:
-        return {"nc1": None, "nc2": None, "nc3": None, "nc4": None}
+        return dict.fromkeys(("nc1", "nc2", "nc3", "nc4"))
     mu = torch.stack([z[labels == k].mean(0) for k in range(K)])                # (K, d)
     nc1 = sum((z[labels == k] - mu[k]).square().sum(1).mean() for k in range(K)) / K
     centred = F.normalize(mu - mu.mean(0), dim=1)
@@ -257,8 +255,9 @@ def print_summary(all_results):
           f"{'run':<26}{'readout':<24}" + f"{'AA':<15}{'forgetting':<15}" * 2)
     rows, groups = [(str(run)[-25:], [r]) for run, r in all_results.items()], {}
     for r in all_results.values():
-        same = {key: v for key, v in r["settings"].items() if key not in FREE | {"seed"}}
-        groups.setdefault(str(same), []).append(r)
+        differ = FREE | {"seed", "init", "recipe"}          # init names the seed's own task 1
+        same = {key: v for key, v in r["settings"].items() if key not in differ}
+        groups.setdefault((str(same), r["tasks_finished"]), []).append(r)
     rows += [(f"mean ± std, n = {len(group)}", group) for group in groups.values() if group[1:]]
     for title, group in rows:
         labels = [f"linear, {group[0]['old_images']} old images", "image-free", "nearest prototype"]

@@ -1,7 +1,4 @@
-"""Tests of the mathematics, the protocol and the commands. Needs torch, torchvision and pytest.
-
-The oracles are plain Python loops written from the equations, in float64; the code is compared with them.
-"""
+"""Tests of the mathematics, the protocol and the commands. Oracles are plain loops of the equations, in float64."""
 
 import contextlib
 import functools
@@ -513,10 +510,11 @@ def test_evaluation_after_a_task_sees_its_images_and_the_kept_ones_alone(here, m
 
 
 def test_runs_that_differ_in_seed_alone_are_averaged_joint_training_and_tasks_of_one_class(here):
-    for name, flags in (("s0", "--tasks 2"), ("s1", "--tasks 2 --seed 1"), ("joint", "--tasks 1"),
-                        ("co2l", "--plasticity supcon --stability ird --tasks 10")):
+    for name, flags in (("s0", "--tasks 2"), ("s1", "--tasks 2 --seed 1 --init s0/task1.pt"), ("joint", "--tasks 1"),
+                        ("half", "--tasks 2 --seed 2"), ("co2l", "--plasticity supcon --stability ird --tasks 10")):
         run(name, "--epochs-first", 1, "--epochs", 1, *flags.split())
-    printed = ok(evaluation, "s0", "s1", "joint", "co2l", "--epochs", 2, "--probe-samples", 4)
+    Path("half/task2.pt").unlink()                              # not finished: not in the average
+    printed = ok(evaluation, "s0", "s1", "half", "joint", "co2l", "--epochs", 2, "--probe-samples", 4)
     r = {name: json.load(open(f"{name}/results.json")) for name in ("s0", "s1", "joint", "co2l")}
     aa = [r[name]["linear"]["class_il"]["aa"] for name in ("s0", "s1")]
     averages = [line for line in printed.splitlines() if "±" in line and "linear" in line]
@@ -717,19 +715,21 @@ def test_init_ends_where_training_from_scratch_ends(here):
 
 
 def test_resume_keeps_the_settings_and_may_change_only_what_is_free(here, monkeypatch, complete):
-    shutil.copytree(complete, "one")
-    resume = ["--resume", "--out", "one"]
+    one = "runs/shapes-buffer0-seed0"                           # the default, and not where it was made
+    shutil.copytree(complete, one)
+    resume = ["--resume", "--out", one]
     for flag in ("--width 16", "--buffer 0", "--gamma 3", "--seed 1", "--epochs 5", "--amp", "--no-pseudo-replay"):
         assert "the run has " in refused(train, *resume, *flag.split()), flag
     c = train.parse([*resume, *"--compile --data-dir there --buffer 5".split()])
     assert (c.compile, c.data_dir, c.dim, c.buffer, c.limit_per_class) == (True, "there", 16, 5, 6)
-    config = json.load(open("one/config.json"))
+    assert train.parse(["--resume"]).out == one
+    config = json.load(open(f"{one}/config.json"))
     del config["settings"]["stability_weight"], config["settings"]["compile"]           # these take their default
     config["settings"]["of_a_later_version"] = 3
-    Path("one/config.json").write_text(json.dumps(config))
-    c = train.open_run("one")[0]
+    Path(one, "config.json").write_text(json.dumps(config))
+    c = train.open_run(one)[0]
     assert (c.stability_weight, c.compile, c.dim) == (4, False, 16)
-    assert ok(train, *resume) and same_run(complete, "one")     # a finished run stays as it is
+    assert ok(train, *resume) and same_run(complete, one)       # a finished run stays as it is
     monkeypatch.setattr(train, "WORLD", 2)                      # on the CPU this would change the BatchNorm
     assert "resume with 1 process" in refused(train, *resume)
     assert "--batch-size 9 " in refused(train, "--out", "two", *TINY, "--batch-size", 9)

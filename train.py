@@ -114,8 +114,7 @@ def train(c, data, device, out):
         finished, done, log = state["finished"], state["epoch"], state["log"]
         prototypes = state["prototypes"]        # --init: of a run with another seed or buffer
         optimizer.load_state_dict(state["optimizer"])
-        buffer.load_state_dict(state["buffer"])
-        buffer.capacity = c.buffer
+        buffer.load_state_dict(state["buffer"] | {"capacity": c.buffer})
     recipe = data.recipe | {k: torch.tensor(data.recipe[k], device=device) for k in ("mean", "std")}
     compiled = torch.compile if c.compile else lambda module: module
     student = DistributedDataParallel(net, broadcast_buffers=False) if WORLD > 1 else net
@@ -314,7 +313,8 @@ def parse(argv):
     """The settings of a run from its flags; --resume keeps those of the run."""
     c = settle(build_parser().parse_args(argv))
     if c.resume:
-        saved = vars(open_run(c.out)[0])
+        saved = vars(open_run(c.out)[0]) | {"out": c.out}
+        refuse(saved["plasticity"] not in ("fnc2", "supcon"), f"{c.out} is not a run of train.py")
         c = build_parser().parse_args(argv, argparse.Namespace(**saved))
         for key in saved.keys() - FREE:
             refuse(getattr(c, key) != saved[key], f"--{key.replace('_', '-')} {getattr(c, key)}: "

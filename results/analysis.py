@@ -221,8 +221,9 @@ def focal_factor(run, size, device):
         x, y = next(batches(data, t, size or c.batch_size))
         net, state = load_net(file, c, device)
         p, z = state["prototypes"], frozen_copy(net)(x)
+        old = p[:data.tasks[t - 1][0] if c.pseudo_replay else 0]
         plain, *others = (gradient(lambda z: fnc2_loss(
-            z, y, p, p[:data.tasks[t - 1][0]], tau=c.tau, gamma=gamma), z) for gamma in (0, 1, 4))
+            z, y, p, old, tau=c.tau, gamma=gamma), z) for gamma in (0, 1, 4))
         print(f"after task {t}, {len(x)} views: " + "; ".join(
             f"gamma {gamma}: cosine with gamma 0 {F.cosine_similarity(plain, other, dim=0):.5f}, "
             f"length {100 * (other.norm() / plain.norm() - 1):+.1f} %"

@@ -71,8 +71,7 @@ def draw_tasks(path, groups):
                           [statistics.stdev(p) if len(p) > 1 else 0 for p in points],
                           linestyle=STYLES[readout], marker="o", markersize=4, capsize=2,
                           color=f"C{names.index(name)}",
-                          label=f"{name}: {report.READOUTS[readout].split(' (')[0].lower()} "
-                                f"(n = {len(seeds)})")
+                          label=f"{name}: {report.READOUTS[readout]} (n = {len(seeds)})")
         axis.set(title=KINDS[kind], xlabel="after task", xticks=range(1, len(points) + 1),
                  ylabel="average accuracy on the tasks so far, %")
         axis.grid(alpha=0.3)

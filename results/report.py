@@ -1,11 +1,13 @@
 """Tables of the results kept in a folder: NAME-<seed>.json, and NAME-<seed>.jsonl, the log.
 
-    python results/report.py results/cifar10                # Markdown: a table for each readout
-    python results/report.py results/cifar10 --learning     # how far each task's loss went
-    python results/report.py results/cifar10 --paper        # beside the paper's Table 1
+    python results/report.py results/cifar10-50                 # Markdown: AA by every readout
+    python results/report.py results/cifar10-50 forgetting      # the same of forgetting
+    python results/report.py results/cifar10-50 differences     # between methods, for each seed
+    python results/report.py results/cifar10-50 learning        # how far each task's loss went
+    python results/report.py results/cifar10-50 paper           # beside the paper's Table 2
 
-All seeds of a NAME make one row: mean ± sample standard deviation over n seeds; best AA in bold.
-NAME-probe0 is the linear readout of NAME again, without old images (eval.py --probe-samples 0).
+All seeds of a NAME make one row: mean ± sample standard deviation over n seeds. Cells are Class-IL
+/ Task-IL. NAME-probe0 is the linear readout of NAME again, without old images (--probe-samples 0).
 """
 
 import argparse
@@ -17,18 +19,20 @@ from pathlib import Path
 
 LABELS = {"hsd": "FNC2 + HSD", "ird": "FNC2 + IRD", "sprd": "FNC2 + S-PRD", "none": "FNC2 alone",
           "noreplay": "FNC2 + HSD, no pseudo-replay", "supcon": "SupCon alone",
-          "co2l": "SupCon + IRD = Co2L", "cila": "CILA", "er": "ER", "der": "DER",
+          "co2l": "Co2L (SupCon + IRD)", "cila": "CILA", "er": "ER", "der": "DER",
           "derpp": "DER++", "icarl": "iCaRL", "gem": "GEM", "gss": "GSS", "gcr": "GCR",
           "joint": "joint training"}
-READOUTS = {"linear": "Linear classifier", "image_free": "Image-free",
-            "image_free_old": "Image-free, earlier version (last stage, the task's own images)",
-            "head": "The method's own head", "prototype": "Nearest prototype"}
-# Table 1 of the paper, CIFAR-10: Class-IL / Task-IL AA by buffer. DER++ is from CILA's paper.
+READOUTS = {"head": "its own classifier", "linear": "linear", "image_free": "image-free",
+            "image_free_old": "image-free, earlier", "prototype": "nearest prototype"}
+# Table 2 of the paper, CIFAR-10: Class-IL / Task-IL AA by buffer. DER++ is from DER's paper.
 PAPER = {0: {"co2l": "58.89 / 86.65", "hsd": "69.26 / 94.41"},
          200: {"er": "44.79 / 91.19", "icarl": "49.02 / 88.99", "gem": "25.54 / 90.44",
                "gss": "39.07 / 88.80", "der": "61.93 / 91.40", "derpp": "64.88 / 91.92",
                "co2l": "65.57 / 93.43", "gcr": "64.84 / 90.80", "cila": "67.06 / 94.29",
                "hsd": "72.63 / 95.31"}}
+# Its Tables 2 to 5: Class-IL AA with buffer 0, by the linear classifier.
+ABLATION = {"hsd": 69.26, "co2l": 58.89, "ird": 63.65, "sprd": 64.17, "noreplay": 67.79,
+            "none": 53.59, "supcon": 53.25}
 KINDS = ("class_il", "task_il")
 
 
@@ -55,25 +59,50 @@ def cell(values):
     return "-" if None in values else f"{statistics.mean(values):.1f}{spread}"
 
 
-def table(runs, readout):
-    """Print AA and forgetting of one readout, Class-IL and Task-IL."""
-    rows = {name: [r for r in seeds if readout in r and (
-                readout != "prototype" or r["settings"]["plasticity"] == "fnc2")]
-            for name, seeds in runs.items() if readout == "linear" or not name.endswith("probe0")}
-    rows = {name: seeds for name, seeds in rows.items() if seeds}
-    mean = lambda name, kind: statistics.mean(r[readout][kind]["aa"] for r in rows[name])
-    equal = [name for name in rows if not re.match("joint|.*-epochs", name)]        # in budget
-    best = [max((mean(name, kind) for name in equal), default=None) for kind in KINDS]
-    if rows:
-        print(f"\n{READOUTS[readout]}:\n\n| losses | n | Class-IL AA | Task-IL AA | forgetting, "
-              "Class-IL | forgetting, Task-IL |\n" + "|---" * 6 + "|")
-    for name, seeds in rows.items():
-        cells = [cell([r[readout][kind][key] for r in seeds])
-                 for key in ("aa", "forgetting") for kind in KINDS]
-        for i, kind in enumerate(KINDS):
-            if mean(name, kind) == best[i] and len(rows) > 1:
-                cells[i] = f"**{cells[i]}**"
-        print(f"| {label(name)} | {len(seeds)} | " + " | ".join(cells) + " |")
+def cells(seeds, readouts, key="aa"):
+    """Class-IL / Task-IL by each readout; - where a method has no such readout."""
+    def known(r, readout):
+        return readout in r and (readout != "prototype" or r["settings"]["plasticity"] == "fnc2")
+    return [" / ".join(cell([r[readout][kind][key] for r in seeds]) for kind in KINDS)
+            if all(known(r, readout) for r in seeds) else "-" for readout in readouts]
+
+
+def table(runs, key):
+    """Print AA or forgetting by all readouts that the folder has."""
+    readouts = [name for name in READOUTS if any(name in r for rs in runs.values() for r in rs)]
+    title = {"aa": "average accuracy"}.get(key, key)
+    print(f"\n| {title} | n | " + " | ".join(READOUTS[name] for name in readouts) + " |\n"
+          + "|---" * (2 + len(readouts)) + "|")
+    for name, seeds in runs.items():
+        if name.endswith("probe0"):
+            seeds = [{"linear": r["linear"]} for r in seeds]    # the others are those of NAME
+        print(f"| {label(name)} | {len(seeds)} | {' | '.join(cells(seeds, readouts, key))} |")
+
+
+def differences(runs):
+    """Print AA minus AA for each seed: of losses, of FNC2 + HSD and rehearsal, of readouts."""
+    names = [name for name in runs if re.fullmatch(r"[a-z0-9]+(-buffer\d+)?", name)]
+    free = [name for name in ("image_free", "image_free_old") if name in runs["hsd"][0]]
+    pairs = [(("hsd", readout), (name, readout)) for readout in ["linear", *free]
+             for name in names if name in ABLATION and name != "hsd"]
+    pairs += [(("hsd", readout), (name, "head")) for name in names for readout in ["linear", *free]]
+    pairs += [((name, readout), (name, "linear")) for name in names for readout in free]
+    published = runs["hsd"][0]["settings"]["dataset"] == "cifar10"
+    print("\n| a value for each seed | Class-IL AA | Task-IL AA |" + published * " the paper |"
+          + "\n" + "|---" * (3 + published) + "|")
+    for (a, first), (b, second) in pairs:
+        of_a, of_b = ({r["settings"]["seed"]: r[readout] for r in runs[name] if readout in r}
+                      for name, readout in ((a, first), (b, second)))
+        if seeds := sorted(of_a.keys() & of_b.keys()):
+            found = [" ".join(f"{of_a[s][kind]['aa'] - of_b[s][kind]['aa']:+.1f}" for s in seeds)
+                     for kind in KINDS]
+            if published:
+                known = first == second == "linear"
+                found.append(f"{ABLATION[a] - ABLATION[b]:+.1f}" if known else "-")
+            text = (f"{label(a)} over {label(b)}, {READOUTS[first]}" if first == second else
+                    f"{label(a)}, {READOUTS[first]}, over {label(b)}, {READOUTS[second]}" if a != b
+                    else f"{label(a)}, {READOUTS[first]} over {READOUTS[second]}")
+            print(f"| {text} | {' | '.join(found)} |")
 
 
 def chance(entry, settings):
@@ -112,28 +141,23 @@ def learning(runs):
 
 
 def paper(runs):
-    """Print Class-IL / Task-IL AA by every readout, beside the paper's Table 1."""
+    """Print the rows of the paper's Table 2, run or not: AA by every readout, and the paper's."""
     earlier = any("image_free_old" in r for seeds in runs.values() for r in seeds)
-    print("\n| buffer | method | n | its own classifier | linear | image-free"
-          + ", earlier" * earlier + " | the paper, full scale |\n" + "|---" * 7 + "|")
+    readouts = ["head", "linear", "image_free_old" if earlier else "image_free"]
+    print("\n| buffer | method | n | " + " | ".join(READOUTS[name] for name in readouts)
+          + " | the paper, full scale |\n" + "|---" * 7 + "|")
     for buffer, name in ((buffer, name) for buffer in PAPER for name in PAPER[buffer]):
         seeds = runs.get(f"{name}-buffer{buffer}" if buffer else name, [])
-        cells = [" / ".join(cell([r[readout][kind]["aa"] for r in seeds]) for kind in KINDS)
-                 if seeds and readout in seeds[0] else "-" if seeds else "not run"
-                 for readout in ("head", "linear", "image_free" + "_old" * earlier)]
-        print(f"| {buffer} | {LABELS[name]} | {len(seeds)} | {' | '.join(cells)} "
+        shown = cells(seeds, readouts) if seeds else ["not run"] * 3
+        print(f"| {buffer} | {LABELS[name]} | {len(seeds)} | {' | '.join(shown)} "
               f"| {PAPER[buffer][name]} |")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
-    parser.add_argument("--learning", action="store_true", help="each task's loss and accuracy")
-    parser.add_argument("--paper", action="store_true", help="beside the paper's Table 1")
+    tables = {"aa": lambda runs: table(runs, "aa"), "differences": differences, "paper": paper,
+              "forgetting": lambda runs: table(runs, "forgetting"), "learning": learning}
+    parser.add_argument("what", nargs="?", choices=list(tables), default="aa")
     args = parser.parse_args()
-    runs = load(args.folder)
-    if args.learning or args.paper:
-        (learning if args.learning else paper)(runs)
-    else:
-        for readout in READOUTS:
-            table(runs, readout)
+    tables[args.what](load(args.folder))
