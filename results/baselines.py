@@ -358,7 +358,7 @@ class GSS(ER):
 
 
 # Rates and weights of the published runs (GCR: of its code) at buffer 200 and batch 32. No kappa was
-# published; in our runs of Co2L IRD / SupCon is 0.6 to 0.9, so that kappa 1 would be Co2L.
+# published; in our runs of Co2L the ratio of sums is 0.75 to 0.89, so that kappa 1 would be Co2L.
 METHODS = {"er": (ER, dict(lr=0.1)), "der": (DER, dict(lr=0.03, alpha=0.3)),
            "derpp": (DER, dict(lr=0.03, alpha=0.1, beta=0.5)), "icarl": (ICaRL, dict(lr=0.1)),
            "gem": (GEM, dict(lr=0.03, margin=0.5)), "gss": (GSS, dict(lr=0.03)),

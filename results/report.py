@@ -142,8 +142,7 @@ def learning(runs):
 
 def paper(runs):
     """Print the rows of the paper's Table 2, run or not: AA by every readout, and the paper's."""
-    earlier = any("image_free_old" in r for seeds in runs.values() for r in seeds)
-    readouts = ["head", "linear", "image_free_old" if earlier else "image_free"]
+    readouts = ["head", "linear", "image_free"]
     print("\n| buffer | method | n | " + " | ".join(READOUTS[name] for name in readouts)
           + " | the paper, full scale |\n" + "|---" * 7 + "|")
     for buffer, name in ((buffer, name) for buffer in PAPER for name in PAPER[buffer]):
