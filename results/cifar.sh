@@ -4,9 +4,9 @@
 # Can be stopped and started again: results that are kept in results/cifar10-50 are skipped, and runs of train.py continue.
 # Rows with --init start from task1.pt of another run, if it is in runs/cifar10: task 1 depends on plasticity loss and seed alone.
 cd "$(dirname "$0")/.." || exit
-export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10-50 AMP=
-grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && AMP=--amp      # without these bfloat16 is emulated, 8 times slower than float32
+export OMP_NUM_THREADS=1 DATA=${1:-data} KEEP=results/cifar10-50
 export COMMON="--dataset cifar10 --data-dir $DATA --width 16 --image-size 16"
+grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && COMMON+=" --amp"       # without these bfloat16 is emulated, 8 times slower than float32
 export SETTING="$COMMON --batch-size 128 --lr 0.125 --epochs-first 25 --epochs 50"
 mkdir -p runs/cifar10 $KEEP
 
@@ -15,7 +15,6 @@ one() {     # NAME flags...: a run of train.py; NAME --method ...: of results/ba
     local flags="$*" init=$(sed -n 's/.*\(--init [^ ]*\).*/\1/p' <<< "$*")
     [ -e "${init#--init }" ] || set -- ${flags/$init/}      # no such file on this machine: task 1 is trained again
     [ -e "$KEEP/$name.json" ] && return
-    case "$*" in *"--seed 1"*|*"--seed 2"*) set -- "$@" $AMP ;; esac    # seed 0 is float32, as its first runs were
     case "$*" in
         "--method cila"*) rm -rf "$out"; python results/baselines.py $SETTING "$@" --out "$out" ;;
         --method*) rm -rf "$out"; python results/baselines.py $COMMON "$@" --out "$out" ;;

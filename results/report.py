@@ -135,8 +135,8 @@ def learning(runs):
                     below[e["task"] - 1].append(1 - e["plasticity"] / chance(e, r["settings"]))
                 for t in range(T):
                     new[t].append(r["linear"]["task_il"]["matrix"][t][t] / 100)
-            cells = [", ".join(f"{100 * statistics.mean(v):.1f}" if v else "-" for v in columns)
-                     for columns in (below, new)]
+            cells = [", ".join(f"{100 * statistics.mean(v):.1f}" if len(v) == len(seeds) else "-"
+                               for v in columns) for columns in (below, new)]
             print(f"| {label(name)} | {len(seeds)} | {cells[0]} | {cells[1]} |")
 
 
