@@ -221,7 +221,7 @@ def draw_shapes(labels, seed, size=32):
     mask = (inside * radius * size / 2 + 0.5).clamp(0, 1)[:, None]          # (n, 1, size, size)
 
     ground, figure, shade = torch.rand(3, n, 3, 1, 1, generator=g)          # colours (n, 3, 1, 1)
-    gap = luminance(figure) - luminance(ground)                             # at least 0.35
+    gap = luminance(figure) - luminance(ground)                             # raised to 0.35
     figure = figure + torch.where(gap < 0, -1, 1) * (0.35 - gap.abs()).clamp(min=0)
     ramp = (axis * slope.cos() + axis[:, None] * slope.sin())[:, None]      # (n, 1, size, size)
     ground = ground + 0.25 * (shade - 0.5) * ramp

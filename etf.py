@@ -25,5 +25,5 @@ def simplex_etf(num_classes, dim, seed=0):
     basis, _ = torch.linalg.qr(centering[:, :-1])                    # (K, K-1), spans its range
     gaussian = torch.randn(d, K - 1, dtype=torch.float64, generator=generator)
     U, R = torch.linalg.qr(gaussian)                                 # (d, K-1), U^T U = I
-    U = U * R.diagonal().sign()                                      # LAPACK's signs are arbitrary
+    U = U * R.diagonal().sign()                                      # uniform, whatever LAPACK's signs
     return ((K / (K - 1)) ** 0.5 * basis @ U.T).float()              # (K, d)

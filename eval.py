@@ -321,7 +321,8 @@ def main(argv):
     print_summary(all_results)
     if len(runs) == 1:
         print_matrices(all_results[runs[0]])
-    print(f"written: {name}; pictures: python results/plot.py {' '.join(map(str, runs))}")
+    pictures = f"; pictures: python results/plot.py {' '.join(map(str, runs))}"
+    print(f"written: {name}" + pictures * (args.split == "test"))
 
 
 if __name__ == "__main__":

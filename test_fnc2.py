@@ -709,9 +709,10 @@ def test_a_full_disk_stops_the_run_with_a_sentence_and_keeps_the_last_checkpoint
 
 def test_init_ends_where_training_from_scratch_ends(here):
     flags = ["--tasks", 2, "--stability", "ird", "--buffer", 5]
-    run("a", "--tasks", 2), run("scratch", *flags)
+    run("a", "--tasks", 2), run("scratch", *flags), run("seed1", "--seed", 1, "--init", "a/task1.pt", *flags)
     assert "task 1/2" not in run("b", "--init", "a/task1.pt", *flags)
     assert same_run("scratch", "b", tasks=[2]) and len(log("b")) == 4
+    assert not torch.equal(*(data.read(f"{name}/task2.pt")["buffer"]["images"] for name in ("b", "seed1")))
 
 
 def test_resume_keeps_the_settings_and_may_change_only_what_is_free(here, monkeypatch, complete):

@@ -40,7 +40,7 @@ PRESETS = {
     "shapes": PAPER | dict(epochs_first=16, epochs=8, batch_size=32, lr=0.06, dim=32, width=8, e0=3,
                            image_size=16, stability_weight=4.0),
 }
-SAVE_SECONDS = 300                              # at least so long between two writes of last.pt
+SAVE_SECONDS = 300                              # at least so long between writes of last.pt inside a task
 FREE = {"data_dir", "device", "compile", "out", "resume"}       # may change when a run is resumed
 # torchrun starts WORLD processes that hold the same data and draw the same random numbers. Each
 # encodes its share of the views; the embeddings are gathered and the loss is the whole batch's.
@@ -112,9 +112,10 @@ def train(c, data, device, out):
     finished, done, log = 0, 0, []              # tasks, epochs of the next task, lines of log.jsonl
     if state:
         finished, done, log = state["finished"], state["epoch"], state["log"]
-        prototypes = state["prototypes"]        # --init: of a run with another seed or buffer
+        prototypes = state["prototypes"]        # --init: of a run with another seed
         optimizer.load_state_dict(state["optimizer"])
-        buffer.load_state_dict(state["buffer"] | {"capacity": c.buffer})
+        if (finished, done) > (1, 0):           # until then a new one, also with --init
+            buffer.load_state_dict(state["buffer"])
     recipe = data.recipe | {k: torch.tensor(data.recipe[k], device=device) for k in ("mean", "std")}
     compiled = torch.compile if c.compile else lambda module: module
     student = DistributedDataParallel(net, broadcast_buffers=False) if WORLD > 1 else net
@@ -137,9 +138,8 @@ def train(c, data, device, out):
             buffer.add(*task_images(data, t - 1))           # each image of a task is offered once
         if t > 1 and c.stability != "none":
             teacher = compiled(frozen_copy(load_net(out / f"task{t - 1}.pt", c, device)[0]))
-        images, labels = task_images(data, t)
-        images = torch.cat([images, buffer.images.to(device)])                  # (n + m, 3, S, S)
-        labels = torch.cat([labels, buffer.labels.to(device)])                  # (n + m,)
+        images, labels = (torch.cat([new, held.to(device)]) for new, held in zip(
+            task_images(data, t), (buffer.images, buffer.labels)))      # (n + m, 3, S, S), (n + m,)
         # An epoch is a new order of the pool, cut into equal batches; the rest is left out (D14).
         size = min(c.batch_size, len(labels) // WORLD * WORLD)
         share = slice(RANK * 2 * size // WORLD, (RANK + 1) * 2 * size // WORLD)
@@ -180,7 +180,7 @@ def report(entry, epochs, c):
     line = f"task {t}/{c.tasks}  epoch {epoch:>3}/{epochs}  {c.plasticity} {loss:.4f}"
     if t > 1 and c.stability != "none":
         line += f"  {c.stability} {entry['stability']:.4f}  alpha {entry['alpha']:.2f}"
-    teacher = 4 / 3 if t == 1 and c.stability != "none" else 1     # a 4th forward of 3
+    teacher = 4 / 3 if t == 1 and c.stability != "none" else 1     # later a forward more, of 3
     print(f"{line}  lr {entry['lr']:.4f}  {entry['views_per_second']:.0f} views/s  "
           f"{entry['seconds'] * (epochs - epoch + (c.tasks - t) * c.epochs * teacher) / 60:.1f} min"
           " left", flush=True)
@@ -319,6 +319,7 @@ def parse(argv):
         for key in saved.keys() - FREE:
             refuse(getattr(c, key) != saved[key], f"--{key.replace('_', '-')} {getattr(c, key)}: "
                    f"the run has {saved[key]}; leave the flag out, or start a new run")
+    refuse(c.tasks is None, f"--tasks is needed with --dataset {c.dataset}")
     return c
 
 
@@ -341,7 +342,6 @@ def main(argv):
     """Find what is wrong before anything is written, make the run folder, then train."""
     c = parse(argv)
     out, device = Path(c.out), pick_device(c.device)
-    refuse(c.tasks is None, f"--tasks is needed with --dataset {c.dataset}")
     refuse(c.batch_size % WORLD, f"--batch-size {c.batch_size} is no multiple of {WORLD} processes")
     refuse(c.stability == "hsd" and c.e0 >= c.epochs, f"--e0 {c.e0} of --epochs {c.epochs} leaves "
            "no epoch for S-PRD: choose a smaller --e0, or --stability ird")

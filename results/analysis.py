@@ -1,4 +1,4 @@
-"""Three analyses of finished runs; they train nothing and write nothing.
+"""Three analyses of finished runs; they change no run and write nothing.
 
     python results/analysis.py readout RUN ... [--split val]    # parts of the image-free readout
     python results/analysis.py prototypes RUN                   # do classes reach their prototypes?
@@ -29,7 +29,8 @@ from train import command, load_data, load_net, open_run, pick_device
 
 EXTRA = ("CutMix", "inverted")                              # of eval.more_images, in its order
 ALL = EXTRA + ("turned", "shuffled")                        # of other_images
-# Options of read_out. first: leave out the first * width first features: stem 1, stages 1, 2, 4, 8.
+# Options of read_out. first: leave out the first * width features; stem and stages have 1, 1, 2, 4,
+# 8 times the width.
 VARIANTS = {
     "**image-free, as in eval.py**": {},
     "last stage": dict(first=8), "last stage, no extra images": dict(first=8, extra=()),
@@ -178,7 +179,7 @@ def gradient(loss, z):
 
 
 def batches(data, t, size, count=8):
-    """Views of random batches of task t, as in training: x (2N, 3, S, S) and labels (2N,)."""
+    """Views of random batches of task t, of its own images, as in training: x (2N, 3, S, S) and labels (2N,)."""
     (images, labels), g = task_images(data, t), torch.Generator().manual_seed(t)
     for batch in torch.randperm(len(labels), generator=g).to(labels.device).split(size)[:count]:
         yield augment(images[batch].repeat(2, 1, 1, 1), g, **data.recipe), labels[batch].repeat(2)

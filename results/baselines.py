@@ -1,4 +1,4 @@
-"""The other methods of the paper's Table 2, on our network, data, tasks and metrics.
+"""The other methods of the paper's Table 2, and DER++, on our network, data, tasks and metrics.
 
     python results/baselines.py --method er --dataset cifar10 --buffer 200 --epochs 45 --out RUN
 
@@ -163,7 +163,7 @@ class DER(Learner):
 def matching_pursuit(g, count, ridge=0.5):
     """At most `count` weights > 0 of (n,), the rest 0, so that weights @ g is near g.sum(0): take
     the row of g (n, P) with the largest projection of what is left, solve for all weights by ridge
-    regression, drop negative ones and solve again."""
+    regression, drop the most negative one and solve again until none is."""
     target, chosen, weights = g.sum(0), [], g.new_zeros(0)
     for _ in range(min(count, len(g))):
         projections = g @ (target - weights @ g[chosen])
@@ -357,8 +357,9 @@ class GSS(ER):
                     self.memory.put(slot, (image, label, single))
 
 
-# Rates and weights of the published runs (GCR: of its code) at buffer 200 and batch 32. No kappa was
-# published; in our runs of Co2L the ratio of sums is 0.75 to 0.89, so that kappa 1 would be Co2L.
+# Rates and weights of the published runs (GCR: of its code) at buffer 200 and batch 32. CILA has no
+# published kappa; 1.5 is not tuned: in our runs of Co2L the ratio of sums is 0.75 to 0.89, so that
+# kappa 1 would be Co2L.
 METHODS = {"er": (ER, dict(lr=0.1)), "der": (DER, dict(lr=0.03, alpha=0.3)),
            "derpp": (DER, dict(lr=0.03, alpha=0.1, beta=0.5)), "icarl": (ICaRL, dict(lr=0.1)),
            "gem": (GEM, dict(lr=0.03, margin=0.5)), "gss": (GSS, dict(lr=0.03)),
@@ -436,6 +437,7 @@ def main(argv):
         m["lambda"] = cila(flags, out, m["kappa"])
     else:
         refuse(c.init or c.resume, "--init and --resume are for train.py and cila")
+        refuse(c.tasks == 1, "--tasks 1 is joint training, which train.py does")
         refuse((out / "config.json").exists(), f"{out} holds a run: choose another --out")
         data = train.load_data(c, device)
         refuse(c.buffer < len(data.names), f"--method {method} keeps images of each of the "

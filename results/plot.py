@@ -134,7 +134,8 @@ def main(argv):
         results[run] = json.loads(path.read_text())
     out.mkdir(parents=True, exist_ok=True)
     draw_matrices(out / "accuracy.png", results)
-    draw_tasks(out / "tasks.png", {(title(r), readout): [r] for r in results.values()
+    draw_tasks(out / "tasks.png", {(f"{Path(run).name}: {title(r)}", readout): [r]
+                                   for run, r in results.items()
                                    for readout in ("linear", "image_free")})
     draw_embeddings(out / "embeddings.png", results)
     print(f"pictures in {out}: accuracy.png, tasks.png, embeddings.png")

@@ -114,8 +114,7 @@ def chance(entry, settings):
     old = (entry["task"] - 1) * len(settings["classes"]) // settings["tasks"]
     others, focus = 2 * min(settings["batch_size"], images) - 1, 1
     if settings["plasticity"] == "fnc2":
-        off = settings.get("no_pseudo_replay") or not settings.get("pseudo_replay", True)
-        others += 0 if off else old                         # the first name is of older runs
+        others += old if settings.get("pseudo_replay", True) else 0
         focus = (1 - 1 / others) ** settings["gamma"]
     stored = settings["buffer"] if old else 0               # views of stored images count 0
     return math.log(others) * focus * (1 - stored / images)
@@ -135,9 +134,9 @@ def learning(runs):
                     below[e["task"] - 1].append(1 - e["plasticity"] / chance(e, r["settings"]))
                 for t in range(T):
                     new[t].append(r["linear"]["task_il"]["matrix"][t][t] / 100)
-            cells = [", ".join(f"{100 * statistics.mean(v):.1f}" if len(v) == len(seeds) else "-"
+            lists = [", ".join(f"{100 * statistics.mean(v):.1f}" if len(v) == len(seeds) else "-"
                                for v in columns) for columns in (below, new)]
-            print(f"| {label(name)} | {len(seeds)} | {cells[0]} | {cells[1]} |")
+            print(f"| {label(name)} | {len(seeds)} | {lists[0]} | {lists[1]} |")
 
 
 def paper(runs):
@@ -159,4 +158,7 @@ if __name__ == "__main__":
               "forgetting": lambda runs: table(runs, "forgetting"), "learning": learning}
     parser.add_argument("what", nargs="?", choices=list(tables), default="aa")
     args = parser.parse_args()
-    tables[args.what](load(args.folder))
+    runs = load(args.folder)
+    if args.what == "differences" and "hsd" not in runs:
+        parser.error(f"{args.folder} has no hsd-<seed>.json, with which others are compared")
+    tables[args.what](runs)

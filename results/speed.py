@@ -64,8 +64,8 @@ def profile(argv, steps):
     def whole():
         x = timed("augmentation", augment)(batch, g, **data.recipe)
         past = None if teacher is None else timed("teacher forward", teacher)
-        train.train_step(timed("student forward", student), past, optimizer, x, y, c=c, alpha=0.5,
-                         prototypes=p, old=data.tasks[1][0], seen=data.tasks[1][-1] + 1)
+        train.train_step(timed("student forward", student), past, optimizer, x, y, c=c, prototypes=p,
+                         alpha={"ird": 0.0, "sprd": 1.0}.get(c.stability, 0.5), old=data.tasks[1][0], seen=data.tasks[1][-1] + 1)
 
     def bare():
         with torch.autocast(device.type, torch.bfloat16, enabled=c.amp):

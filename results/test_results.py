@@ -262,7 +262,8 @@ def test_baselines_command_reports_its_own_head_and_our_readouts(capsys):
     baselines.main(["--method", "cila", *TINY, "--tasks", "2", "--kappa", "2", "--out", "cila"])
     assert json.load(open("cila/results.json"))["method"]["lambda"] == [1.0]
     for wrong, message in ((["--lr", "1000", "--out", "lost"], "smaller --lr than 1000"),
-                           (["--out", "er"], "holds a run"), (["--buffer", "9", "--out", "few"], "give --buffer")):
+                           (["--out", "er"], "holds a run"), (["--buffer", "9", "--out", "few"], "give --buffer"),
+                           (["--tasks", "1", "--out", "all"], "joint"), (["--dataset", "folder"], "--tasks is needed")):
         with pytest.raises(data.UserError, match=message):
             baselines.main([*argv, *wrong])
     with pytest.raises(data.UserError, match="er is not a run of train.py"):
