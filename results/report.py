@@ -80,11 +80,11 @@ def table(runs, key):
 
 
 def differences(runs):
-    """Print AA minus AA for each seed: of losses, of FNC2 + HSD and rehearsal, of readouts."""
+    """Print AA minus AA for each seed: of FNC2 + HSD and each method, and of readouts."""
     names = [name for name in runs if re.fullmatch(r"[a-z0-9]+(-buffer\d+)?", name)]
     free = [name for name in ("image_free", "image_free_old") if name in runs["hsd"][0]]
     pairs = [(("hsd", readout), (name, readout)) for readout in ["linear", *free]
-             for name in names if name in ABLATION and name != "hsd"]
+             for name in names if name != "hsd"]
     pairs += [(("hsd", readout), (name, "head")) for name in names for readout in ["linear", *free]]
     pairs += [((name, readout), (name, "linear")) for name in names for readout in free]
     published = runs["hsd"][0]["settings"]["dataset"] == "cifar10"
@@ -97,7 +97,7 @@ def differences(runs):
             found = [" ".join(f"{of_a[s][kind]['aa'] - of_b[s][kind]['aa']:+.1f}" for s in seeds)
                      for kind in KINDS]
             if published:
-                known = first == second == "linear"
+                known = first == second == "linear" and b in ABLATION
                 found.append(f"{ABLATION[a] - ABLATION[b]:+.1f}" if known else "-")
             text = (f"{label(a)} over {label(b)}, {READOUTS[first]}" if first == second else
                     f"{label(a)}, {READOUTS[first]}, over {label(b)}, {READOUTS[second]}" if a != b
@@ -121,22 +121,25 @@ def chance(entry, settings):
 
 
 def learning(runs):
-    """Print how far below chance each task's plasticity loss ended, and Task-IL when it was new."""
+    """Print how far below chance each task's plasticity loss ended, and accuracy when it was new:
+    Task-IL by the linear readout, Class-IL by nearest prototypes."""
     print("\n| losses | n | loss below chance at the end of tasks 1, 2, ..., % | Task-IL of each "
-          "task when new, linear |\n|---|---|---|---|")
+          "task when new, linear | Class-IL when new, nearest prototype |\n|---|---|---|---|---|")
     for name, seeds in runs.items():
         seeds = [r for r in seeds if "plasticity" in r.get("log", [{}])[-1]]    # not of baselines
         if seeds and not name.startswith("joint"):
             T = len(seeds[0]["linear"]["task_il"]["matrix"])
-            below, new = [[] for _ in range(T)], [[] for _ in range(T)]
+            below, new, nearest = ([[] for _ in range(T)] for _ in range(3))
             for r in seeds:
                 for e in {e["task"]: e for e in r["log"]}.values():     # last epoch of each task
                     below[e["task"] - 1].append(1 - e["plasticity"] / chance(e, r["settings"]))
                 for t in range(T):
                     new[t].append(r["linear"]["task_il"]["matrix"][t][t] / 100)
+                    if r["settings"]["plasticity"] == "fnc2":
+                        nearest[t].append(r["prototype"]["class_il"]["matrix"][t][t] / 100)
             lists = [", ".join(f"{100 * statistics.mean(v):.1f}" if len(v) == len(seeds) else "-"
-                               for v in columns) for columns in (below, new)]
-            print(f"| {label(name)} | {len(seeds)} | {lists[0]} | {lists[1]} |")
+                               for v in columns) for columns in (below, new, nearest)]
+            print(f"| {label(name)} | {len(seeds)} | {' | '.join(lists)} |")
 
 
 def paper(runs):
