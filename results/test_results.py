@@ -375,7 +375,12 @@ def test_the_lead_over_co2l_by_length_is_that_of_the_kept_results():
 def test_front_page_has_the_figures_of_the_kept_results():
     page, tables = ((ROOT / name).read_text() for name in ("README.md", "results/README.md"))
     rows = re.findall(r"^\| (?:0|200|cifar10|cifar100|tinyimagenet) \|.*", page, re.M)
-    assert len(rows) >= 5 and set(rows) <= set(tables.splitlines())     # which are report.py's, and speed.py's
+    assert len(rows) >= 6 and set(rows) <= set(tables.splitlines())     # which are report.py's, and speed.py's
+    assert len(leads := re.findall(r"^\| (.*?) \| ([+-][^|]*) \| ([+-][^|]*) \| ([+-][^|]*) \|$", page, re.M)) == 3
+    for over, linear, image_free, paper in leads:
+        for text, published in ((f"linear | {linear}", paper), (f"image-free | {image_free}", "-")):
+            row = re.escape(f"| FNC2 + HSD over {over}, {text} | ") + ".*" + re.escape(f" | {published} |")
+            assert re.search(f"^{row}$", tables, re.M), row
     shapes = report.load(ROOT / "results" / "shapes")
     for readout in ("linear", "image_free"):
         cells = [report.cell([r[readout]["class_il"]["aa"] for r in shapes[name]]) for name in ("hsd", "co2l", "none")]
