@@ -127,7 +127,8 @@ def linear_readout(features, crop, task, old, num_classes, **how):
 # ------------------------------------------------------------------------ image-free readout
 # A class is a Gaussian: a mean mu_k, and one covariance S for all classes. After task t we have the
 # encoders of tasks t-1 and t and the images of task t: an affine map between their features, old to
-# new, carries mu_k and S of the old classes along (for means alone: Gomez-Villa et al., ECCV 2024).
+# new, carries mu_k and S of the old classes along (means: Gomez-Villa et al., ECCV 2024; covariances,
+# by a learned map: Rypeść et al., NeurIPS 2024).
 # Features are `joined`: all stages, because early ones move less and the last one collapses.
 
 def more_images(images, generator):

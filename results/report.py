@@ -80,18 +80,19 @@ def table(runs, key):
 
 
 def differences(runs):
-    """Print AA minus AA for each seed: of FNC2 + HSD and each method, and of readouts."""
+    """Print AA minus AA for each seed: of FNC2 + HSD and others, FNC2 and SupCon, readouts."""
     names = [name for name in runs if re.fullmatch(r"[a-z0-9]+(-buffer\d+)?", name)]
     free = [name for name in ("image_free", "image_free_old") if name in runs["hsd"][0]]
     pairs = [(("hsd", readout), (name, readout)) for readout in ["linear", *free]
              for name in names if name != "hsd"]
+    pairs += [(("ird", readout), ("co2l", readout)) for readout in ["linear", *free]]
     pairs += [(("hsd", readout), (name, "head")) for name in names for readout in ["linear", *free]]
     pairs += [((name, readout), (name, "linear")) for name in names for readout in free]
     published = runs["hsd"][0]["settings"]["dataset"] == "cifar10"
     print("\n| a value for each seed | Class-IL AA | Task-IL AA |" + published * " the paper |"
           + "\n" + "|---" * (3 + published) + "|")
     for (a, first), (b, second) in pairs:
-        of_a, of_b = ({r["settings"]["seed"]: r[readout] for r in runs[name] if readout in r}
+        of_a, of_b = ({r["settings"]["seed"]: r[readout] for r in runs.get(name, []) if readout in r}
                       for name, readout in ((a, first), (b, second)))
         if seeds := sorted(of_a.keys() & of_b.keys()):
             found = [" ".join(f"{of_a[s][kind]['aa'] - of_b[s][kind]['aa']:+.1f}" for s in seeds)
