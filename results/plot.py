@@ -30,7 +30,7 @@ from data import refuse
 from eval import KINDS, encode
 from train import command, load_net
 
-STYLES = {"linear": "-", "image_free": ":", "image_free_old": ":", "head": "--", "prototype": "-."}
+STYLES = {"linear": "-", "image_free": ":", "head": "--", "prototype": "-."}
 
 
 def title(r):

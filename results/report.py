@@ -7,7 +7,7 @@
     python results/report.py results/cifar10-50 paper           # beside the paper's Table 2
 
 All seeds of a NAME make one row: mean ± sample standard deviation over n seeds. Cells are Class-IL
-/ Task-IL. NAME-probe0 is the linear readout of NAME again, without old images (--probe-samples 0).
+/ Task-IL.
 """
 
 import argparse
@@ -50,8 +50,7 @@ def load(folder):
 def label(name):
     """hsd-buffer200 -> FNC2 + HSD, buffer 200."""
     method, *rest = name.split("-")
-    return ", ".join([LABELS[method], *("0 old images" if part == "probe0" else re.sub(
-        r"(\d)", r" \1", part, count=1) for part in rest)])
+    return ", ".join([LABELS[method], *(re.sub(r"(\d)", r" \1", part, count=1) for part in rest)])
 
 
 def cell(values):
@@ -74,20 +73,18 @@ def table(runs, key):
     print(f"\n| {title} | n | " + " | ".join(READOUTS[name] for name in readouts) + " |\n"
           + "|---" * (2 + len(readouts)) + "|")
     for name, seeds in runs.items():
-        if name.endswith("probe0"):
-            seeds = [{"linear": r["linear"]} for r in seeds]    # the others are those of NAME
         print(f"| {label(name)} | {len(seeds)} | {' | '.join(cells(seeds, readouts, key))} |")
 
 
 def differences(runs):
     """Print AA minus AA for each seed: of FNC2 + HSD and others, FNC2 and SupCon, readouts."""
     names = [name for name in runs if re.fullmatch(r"[a-z0-9]+(-buffer\d+)?", name)]
-    free = [name for name in ("image_free", "image_free_old") if name in runs["hsd"][0]]
-    pairs = [(("hsd", readout), (name, readout)) for readout in ["linear", *free]
-             for name in names if name != "hsd"]
-    pairs += [(("ird", readout), ("co2l", readout)) for readout in ["linear", *free]]
-    pairs += [(("hsd", readout), (name, "head")) for name in names for readout in ["linear", *free]]
-    pairs += [((name, readout), (name, "linear")) for name in names for readout in free]
+    both = "linear", "image_free"
+    pairs = [(("hsd", readout), (name, readout)) for readout in both for name in names
+             if name != "hsd"]
+    pairs += [(("ird", readout), ("co2l", readout)) for readout in both]
+    pairs += [(("hsd", readout), (name, "head")) for name in names for readout in both]
+    pairs += [((name, "image_free"), (name, "linear")) for name in names]
     published = runs["hsd"][0]["settings"]["dataset"] == "cifar10"
     print("\n| a value for each seed | Class-IL AA | Task-IL AA |" + published * " the paper |"
           + "\n" + "|---" * (3 + published) + "|")
