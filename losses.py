@@ -12,6 +12,7 @@ step is 0.4 nats. Needs torch only.
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def similarities(a, b, temperature):
@@ -57,7 +58,8 @@ def fnc2_loss(z, labels, prototypes, old_prototypes=None, anchors=None, *, tau, 
     logits = off_diagonal(similarities(z, z, tau))                              # (n, n-1)
     log_D = torch.cat([logits, similarities(z, old, tau)], 1).logsumexp(1)      # (n,)
     log_c = logits - log_D[:, None]                                             # (n, n-1)
-    log_r = (z * prototypes[labels]).sum(1) / tau - log_D                       # (n,)
+    own = F.embedding(labels, prototypes)       # (n, d) prototypes[labels], but refuses label -1
+    log_r = (z * own).sum(1) / tau - log_D                                      # (n,)
     log_r = log_r.clamp(max=0) if gamma else log_r
 
     positive = positives(labels)                                                # (n, n-1)
